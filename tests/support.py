@@ -85,3 +85,13 @@ def labelled(rows: Mapping[str, Any], *keywords: str) -> Any:
         value for label, value in rows.items() if all(keyword in label for keyword in keywords)
     ]
     return value
+
+
+def checked_plan(resolved: Any, command: str) -> Any:
+    """Return the plan of a configuration after its checks."""
+    from msrl.checks.validate import check
+    from msrl.plan.run_plan import resolve
+
+    plan = resolve(resolved.config, command)
+    check(resolved, plan)
+    return plan

@@ -253,12 +253,14 @@ def test_balanced_groups_are_those_of_mindspeed_rl_for_random_lengths():
     ],
 )
 def test_a_group_size_that_is_missing_or_not_read_is_refused(folder, sets, words):
-    from msrl.checks.validate import check
+    from support import checked_plan
 
     more = ("train.updates.shuffle=false", "algo.aggregate.mode=micro-batch-mean")
     sizes = ("rollout.prompts_per_step=4", "rollout.samples_per_prompt=6", "cluster.platform=cpu")
     with pytest.raises(MsrlError, match=mentions(*words)):
-        check(load(["grpo.yaml"], [*sizes, *more, *sets], command="train-grpo"), "train-grpo")
+        checked_plan(
+            load(["grpo.yaml"], [*sizes, *more, *sets], command="train-grpo"), "train-grpo"
+        )
 
 
 def _padded_batch(lengths: list[int], generator: torch.Generator) -> dict[str, torch.Tensor]:

@@ -14,7 +14,6 @@ from msrl.algorithms.intervals import mean_interval
 from msrl.algorithms.pass_at_k import pass_at_k
 from msrl.checkpoint.convert import McoreTarget, write_mcore
 from msrl.checkpoint.source import open_weights
-from msrl.checks.validate import check
 from msrl.cli.configuration import load_configuration as load
 from msrl.config.schema import Config
 from msrl.errors import ManyErrors, MsrlError
@@ -25,7 +24,7 @@ from msrl.workflows.evaluate import run as evaluation
 from msrl.workflows.evaluate.checkpoints import find_checkpoints, with_unique_labels
 from msrl.workflows.evaluate.results import Result, ResultFolder, result_table
 from msrl.workflows.evaluate.run import intervals
-from support import assert_each_mentions, assert_mentions, mentions
+from support import assert_each_mentions, assert_mentions, checked_plan, mentions
 from tiny_qwen2 import save_model
 from training_runs import write_rows
 
@@ -226,7 +225,7 @@ def test_curves_are_drawn_by_step_or_by_model(tmp_path: Path):
 
 def mistakes(*sets: str) -> list[str]:
     try:
-        check(load(sets=[*sets]), "eval")
+        checked_plan(load(sets=[*sets]), "eval")
     except ManyErrors as error:
         return [line.removeprefix("--set: ") for line in error.messages]
     return []

@@ -11,7 +11,6 @@ import pytest
 
 from config_inputs import GRPO, TRAINING, make_data, make_model
 from msrl.algorithms.pass_at_k import depths, pass_at_k
-from msrl.checks.validate import check
 from msrl.cli.configuration import load_configuration as load
 from msrl.errors import ManyErrors
 from msrl.rewards.sources import Source
@@ -29,7 +28,7 @@ from msrl.types import (
 from msrl.workflows.episodes.metrics import episode_metrics
 from msrl.workflows.rollout_log import RolloutLog
 from msrl.workflows.training.best import Best
-from support import assert_each_mentions
+from support import assert_each_mentions, checked_plan
 
 
 @pytest.mark.parametrize("count", [1, 2, 5, 8])
@@ -156,7 +155,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def mistakes(command: str, *sets: str) -> list[str]:
     resolved = load([f"{command}.yaml"], [*sets])
     try:
-        check(resolved, f"train-{command}")
+        checked_plan(resolved, f"train-{command}")
     except ManyErrors as error:
         return [line.removeprefix("--set: ") for line in error.messages]
     return []

@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 
 from config_inputs import make_data, make_mcore, make_model, skip_input_checks
-from msrl.checks.validate import check
 from msrl.cli.configuration import load_configuration as load
 from msrl.config.loader import Flag
 from msrl.config.schema import Config
+from support import checked_plan
 from test_cli import msrl
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
@@ -93,7 +93,7 @@ def test_a_configuration_is_valid_for_its_command(file: Path, folder: Path):
     flags = HF2MCORE if command == "convert-ckpt" else ()
     resolved = load([str(file)], flags=flags)
     make_inputs(resolved.config)
-    check(resolved, command)
+    checked_plan(resolved, command)
 
 
 @pytest.mark.parametrize("name", ["On a laptop", "On devices"])

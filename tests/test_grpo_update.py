@@ -18,7 +18,6 @@ import pytest
 from config_inputs import GENERATING, make_working_folder
 from fake_workers import FakeWorkers
 from msrl.algorithms.packing import Sequences
-from msrl.checks.validate import check
 from msrl.cli.configuration import load_configuration as load
 from msrl.errors import MsrlError
 from msrl.trainer.objective.requests import RankValues, TokenRequest, UpdateRequest
@@ -31,7 +30,7 @@ from msrl.workflows.rl.update.updater import Updater
 from msrl.workflows.training.train_worker import WorkerPosition
 from msrl.workflows.training.trainer_group import ForwardResult, TrainerGroup
 from msrl.workflows.training.transport.base import Calls
-from support import mentions
+from support import checked_plan, mentions
 from tiny_qwen2 import make_tokenizer
 from training_runs import write_rows
 
@@ -232,7 +231,7 @@ def test_a_difficulty_that_is_not_a_number_is_reported_before_the_run_starts(
     with pytest.raises(
         MsrlError, match=mentions("extra.difficulty", f"prompt {int(level is not None)}", keyword)
     ):
-        prepare(check(load(["grpo.yaml"], sets), "train-grpo"))
+        prepare(checked_plan(load(["grpo.yaml"], sets), "train-grpo"))
 
 
 def test_a_difficulty_is_the_number_of_its_column():

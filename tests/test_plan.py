@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 
 from config_inputs import GENERATING, make_mcore, make_model, make_working_folder
-from msrl.checks.validate import check
 from msrl.cli.configuration import load_configuration as load
 from msrl.config.schema import Config
 from msrl.data import tokenizer
@@ -30,7 +29,7 @@ from msrl.workflows.sft import run as train_sft
 from msrl.workflows.training.integrity import verify_models
 from msrl.workflows.training.memory_check import check_memory
 from msrl.workflows.training.settings import loaded_models, rank_settings
-from support import mentions
+from support import checked_plan, mentions
 from tiny_qwen2 import VOCAB_SIZE, make_tokenizer
 
 SCORES = {"architectures": ["Qwen2ForSequenceClassification"], "id2label": {"0": "LABEL_0"}}
@@ -126,7 +125,7 @@ def show(plan: RunPlan) -> None:
 
 def test_validation_and_setup_of_train_sft_read_the_config_of_the_model_once(folder: Path) -> None:
     with opened_configs(folder) as counts:
-        plan = check(load(["sft.yaml"]), "train-sft")
+        plan = checked_plan(load(["sft.yaml"]), "train-sft")
         show(plan)
         job = train_sft.prepare(plan, get("cpu"))
         check_memory(plan, get("cpu"), longest=job.train.longest)
@@ -136,7 +135,7 @@ def test_validation_and_setup_of_train_sft_read_the_config_of_the_model_once(fol
 
 def test_validation_and_setup_of_train_grpo_read_every_config_once(folder: Path) -> None:
     with opened_configs(folder) as counts:
-        plan = check(load(["grpo.yaml"]), "train-grpo")
+        plan = checked_plan(load(["grpo.yaml"]), "train-grpo")
         show(plan)
         job = rl_setup.prepare(plan)
         check_memory(plan, job.platform)
@@ -189,4 +188,4 @@ def test_an_unreadable_config_is_an_error_of_the_plan_and_of_the_check(
     plan = resolve(resolved.config, "train-sft")
     assert plan.shape_or_none is None and "config.json" in plan.model.error
     with pytest.raises(MsrlError, match=mentions("config.json", "JSON")):
-        check(resolved, "train-sft")
+        checked_plan(resolved, "train-sft")

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from config_inputs import GENERATING, make_working_folder
-from msrl.checks.validate import check
 from msrl.cli.configuration import load_configuration as load
 from msrl.config.schema import Config
 from msrl.data.order import BlendOrder
@@ -16,7 +15,7 @@ from msrl.data.tokenizer import open_tokenizer
 from msrl.errors import ManyErrors, MsrlError
 from msrl.workflows.preprocess import run
 from msrl.workflows.rl.setup import Prompts, prepare
-from support import assert_each_mentions, mentions
+from support import assert_each_mentions, checked_plan, mentions
 from tiny_qwen2 import make_tokenizer
 from training_runs import write_rows
 
@@ -55,7 +54,7 @@ def write(folder: Path, name: str, count: int, template: str = "qwen") -> str:
 
 
 def prompts(*sets: str) -> Prompts:
-    return prepare(check(load(["grpo.yaml"], [*SETS, *sets]), "train-grpo")).prompts
+    return prepare(checked_plan(load(["grpo.yaml"], [*SETS, *sets]), "train-grpo")).prompts
 
 
 def texts(folder: Path, drawn: Prompts, position: int, count: int) -> list[str]:

@@ -12,7 +12,6 @@ import pytest
 from config_inputs import GRPO, make_data, make_model
 from msrl.checkpoint.convert import McoreTarget, write_mcore
 from msrl.checkpoint.source import open_weights
-from msrl.checks.validate import check
 from msrl.cli.configuration import load_configuration as load
 from msrl.errors import ManyErrors
 from msrl.memory.states import reward_model_bytes
@@ -22,7 +21,7 @@ from msrl.rewards.models.on_ranks import RankModel
 from msrl.rewards.models.server import RewardModel
 from msrl.rewards.remote import Item
 from msrl.rewards.sources import Source, mistakes
-from support import assert_each_mentions, assert_mentions
+from support import assert_each_mentions, assert_mentions, checked_plan
 from test_reward_models import save
 from tiny_qwen2 import make_tokenizer
 
@@ -117,7 +116,7 @@ def test_a_reward_model_must_support_the_policys_layout_and_its_weights_count(
         GRPO.replace("{verifier: acc}", f"{{model: {folder / 'mcore'}}}")
     )
     with pytest.raises(ManyErrors) as error_info:
-        check(load(["grpo.yaml"], ["train.parallel.tp=8"]), "train-grpo")
+        checked_plan(load(["grpo.yaml"], ["train.parallel.tp=8"]), "train-grpo")
     tp_errors = [line for line in error_info.value.messages if "reward.sources.0.model=" in line]
     assert tp_errors and all("train.parallel.tp" in line for line in tp_errors)
     tensors = dict(open_weights(folder / "hf").local_tensors(ParallelLayout(), Coords()))

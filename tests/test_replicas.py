@@ -10,13 +10,12 @@ from typing import Any
 import pytest
 
 from config_inputs import make_model, make_working_folder
-from msrl.checks.validate import check
 from msrl.cli.configuration import load_configuration as load
 from msrl.config.sections.train import OptimizerConfig
 from msrl.errors import MsrlError
 from msrl.trainer.settings import RankSettings, ReplicaSettings, resumed_settings
 from msrl.workflows.training.settings import rank_settings
-from support import mentions, python_path
+from support import checked_plan, mentions, python_path
 
 REFERENCE = ("algo.kl.loss.coef=0.1", "cluster.roles.reference.load=reference")
 CRITIC = (
@@ -39,7 +38,7 @@ def settings(
     folder: Path, monkeypatch: pytest.MonkeyPatch, *sets: str, **arguments: Any
 ) -> RankSettings:
     monkeypatch.chdir(folder)
-    plan = check(load(["grpo.yaml"], [*sets]), "train-grpo")
+    plan = checked_plan(load(["grpo.yaml"], [*sets]), "train-grpo")
     return rank_settings(plan, "cpu", **arguments)
 
 

@@ -26,7 +26,6 @@ from msrl import platforms, temporary
 from msrl.checkpoint.adapters.peft import write_peft
 from msrl.checkpoint.convert import McoreTarget, write_mcore
 from msrl.checkpoint.source import open_weights
-from msrl.checks.validate import check
 from msrl.cli.configuration import load_configuration as load
 from msrl.config.schema import Config
 from msrl.data.templates.files import load_template, template_names
@@ -42,7 +41,7 @@ from msrl.workflows.serve import model_cache
 from msrl.workflows.serve.server import prepare
 from msrl.workflows.serve.server_process import run_server
 from msrl.workflows.serve.tool_parsers import tool_parser
-from support import assert_each_mentions, assert_mentions, mentions, shared_data
+from support import assert_each_mentions, assert_mentions, checked_plan, mentions, shared_data
 from tiny_qwen2 import save_model
 from training_runs import (
     Command,
@@ -88,7 +87,7 @@ def no_keys(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def mistakes(*sets: str) -> list[str]:
     try:
-        check(load(sets=[*sets]), "serve")
+        checked_plan(load(sets=[*sets]), "serve")
     except ManyErrors as error:
         return [line.removeprefix("--set: ") for line in error.messages]
     return []

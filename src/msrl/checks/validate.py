@@ -71,17 +71,15 @@ Check = Callable[[Resolved], Iterator[str]]
 PlanCheck = Callable[[Resolved, RunPlan], Iterator[str]]
 
 
-def check(resolved: Resolved, command: str) -> RunPlan:
-    """Check a configuration for a command, and return the plan of its run.
+def check(resolved: Resolved, plan: RunPlan) -> None:
+    """Check the configuration of a planned run.
 
     Raises:
         ManyErrors: with one line for each error.
     """
-    plan = resolve(resolved.config, command)
     errors = find_errors(resolved, plan)
     if errors:
         raise ManyErrors(errors)
-    return plan
 
 
 def find_errors(resolved: Resolved, plan: RunPlan) -> list[str]:

@@ -100,13 +100,15 @@ def show(ctx: typer.Context, json: Json = False) -> None:
 def validate(ctx: typer.Context) -> None:
     """Check the configuration as its command would, and report all errors at once."""
     from msrl.checks.validate import check, guess
+    from msrl.plan.run_plan import resolve as resolve_plan
 
     resolved = resolve(ctx)
     target = named_command(ctx) or guess(resolved)
     if target is None:
         typer.echo("the configuration is valid, but it sets no key that a command reads")
         return
-    check(with_hub_files(resolved, target).resolved, target)
+    local = with_hub_files(resolved, target).resolved
+    check(local, resolve_plan(local.config, target))
     warn(resolved, target)
     typer.echo(f"the configuration is valid for {target}")
 

@@ -9,6 +9,7 @@ from functools import partial
 from msrl.checks.validate import check
 from msrl.config.loader import Flag, Importers, Resolved, load
 from msrl.importers.systems import foreign, refuse_foreign_key
+from msrl.plan.run_plan import resolve
 
 IMPORTERS = Importers(translate=foreign, refuse_key=refuse_foreign_key)
 
@@ -32,5 +33,5 @@ def load_configuration(
     importers = replace(IMPORTERS, translate=partial(foreign, approximate=approximate))
     resolved = load(files, sets, flags, importers)
     if command is not None:
-        check(resolved, command)
+        check(resolved, resolve(resolved.config, command))
     return resolved

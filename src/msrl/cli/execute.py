@@ -67,11 +67,13 @@ def execute(
     set_verbosity(ctx.params.get("verbose", False))
     from msrl.checks.validate import check
     from msrl.config.hub_names import download_weights
+    from msrl.plan.run_plan import resolve as resolve_plan
 
     require_open_files()
     local = with_hub_files(resolve(ctx, fixed or {}), command)
     resolved = local.resolved
-    run_plan = check(resolved, command)
+    run_plan = resolve_plan(resolved.config, command)
+    check(resolved, run_plan)
     show_translations(
         resolved, every_key=bool(ctx.params.get("dry_run") or ctx.params.get("verbose"))
     )
@@ -174,13 +176,14 @@ def with_hub_files(resolved: Resolved, command: str) -> LocalConfig:
     """
     from msrl.checks.validate import check
     from msrl.config.hub_names import with_local_folders
+    from msrl.plan.run_plan import resolve as resolve_plan
 
     local = with_local_folders(resolved, command)
     if not local.errors:
         return local
     messages = [*local.errors.values()]
     try:
-        check(local.resolved, command)
+        check(local.resolved, resolve_plan(local.resolved.config, command))
     except ManyErrors as error:
         named = tuple(resolved.mistake(key, "") for key in local.errors)
         messages += [line for line in error.messages if not line.startswith(named)]

@@ -14,6 +14,7 @@ from msrl.config.messages import node_at
 from msrl.config.sources import Node, children
 from msrl.errors import ManyErrors
 from msrl.importers.translation import Translation
+from msrl.plan.run_plan import resolve
 
 _COMMANDS = {
     "convert": "convert-ckpt",
@@ -59,7 +60,7 @@ def validate(translation: Translation) -> Validation:
     lines: list[str] = []
     for command in commands:
         try:
-            check(resolved, command)
+            check(resolved, resolve(resolved.config, command))
         except ManyErrors as error:
             lines += error.messages
     lines = list(dict.fromkeys(lines))
