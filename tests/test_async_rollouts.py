@@ -546,13 +546,13 @@ def test_tokens_of_groups_that_are_dropped_or_lost_are_counted() -> None:
         dropped, reissued = (sums[f"rollout/{name}_groups"] for name in ("dropped", "reissued"))
         assert dropped == reissued > 0
         assert sums["rollout/dropped_tokens"] == sums["rollout/reissued_tokens"] > 0
-        before = rollouts._repeated
+        before = rollouts._statistics.repeated.copy()
         wait_until(lambda: slow.weights == 3 and has_tokens(rollouts, list(slow.remaining)))
         lose_engine(rollouts)
-        after = rollouts._repeated
-    assert after.dropped_groups == before.dropped_groups
-    assert after.reissued_groups > before.reissued_groups
-    assert after.reissued_tokens > before.reissued_tokens
+        after = rollouts._statistics.repeated
+    assert after["dropped_groups"] == before["dropped_groups"]
+    assert after["reissued_groups"] > before["reissued_groups"]
+    assert after["reissued_tokens"] > before["reissued_tokens"]
 
 
 def test_tokens_of_a_finished_group_are_known_until_the_next_exchange() -> None:

@@ -126,18 +126,12 @@ class Rollouts:
         order = np.concatenate([np.flatnonzero(informative), np.flatnonzero(~informative)])
         selected = sorted(order[: self._num_groups].tolist())
         dropped = sorted(order[self._num_groups :].tolist())
-        missing = max(self._num_groups - int(informative.sum()), 0)
+        count, num_informative = len(informative), int(informative.sum())
+        missing = max(self._num_groups - num_informative, 0)
         if missing and self._filter.refill:
-            note = _missing_note(informative, num_refills)
+            note = missing_note(num_informative, count, f"{num_refills} refills")
             scores = replace(scores, notes=(*scores.notes, note))
-        metrics: dict[str, float] = {}
-        if self._filter.kind != "none":
-            metrics = {
-                "rollout/prompts": float(len(informative)),
-                "rollout/informative": float(informative.mean()),
-                "rollout/refills": float(num_refills),
-                "rollout/missing": float(missing),
-            }
+        metrics = filter_metrics(self._filter, count, num_informative, missing, num_refills)
         train_groups = tuple(scores.groups[number] for number in selected)
         dropped_groups = tuple(scores.groups[number] for number in dropped)
         return StepRollouts(scores, train_groups, dropped_groups, metrics)
@@ -158,12 +152,30 @@ def with_greedy(scores: Scores, greedy: Scores) -> Scores:
     return replace(scores.plus(greedy), groups=groups)
 
 
-def _missing_note(informative: Flags, num_refills: int) -> str:
-    """Return the note of a step with too few informative groups."""
-    counts = f"{int(informative.sum())} of {len(informative)} groups"
-    effect = "trains on fewer groups" if informative.any() else "has nothing to train on"
+def filter_metrics(
+    section: FilterConfig,
+    num_groups: int,
+    num_informative: int,
+    num_missing: int,
+    num_refills: int | None = None,
+) -> dict[str, float]:
+    """Return the metrics of the groups of a step; nothing without a filter."""
+    if section.kind == "none":
+        return {}
+    return {
+        "rollout/prompts": float(num_groups),
+        "rollout/informative": num_informative / num_groups,
+        **({} if num_refills is None else {"rollout/refills": float(num_refills)}),
+        "rollout/missing": float(num_missing),
+    }
+
+
+def missing_note(num_informative: int, num_groups: int, repeats: str) -> str:
+    """Return the note of a step with too few informative groups after `repeats`."""
+    effect = "trains on fewer groups" if num_informative else "has nothing to train on"
     return (
-        f"rollout.filter: {counts} are informative after {num_refills} refills; the step {effect}"
+        f"rollout.filter: {num_informative} of {num_groups} groups are informative after "
+        f"{repeats}; the step {effect}"
     )
 
 

@@ -15,6 +15,7 @@ from types import TracebackType
 from typing import Any
 
 from msrl.cluster.waiting import WorkerError
+from msrl.config.sections.rollout import FilterConfig
 from msrl.errors import MsrlError, ProcessFailedError
 from msrl.plan.derived import needs_greedy, updates_per_step
 from msrl.rewards.score import Scorer, Scores
@@ -30,11 +31,17 @@ from msrl.rollout.runtime.engine_loop import GroupRequest
 from msrl.types import Prompt, RolloutGroup, SamplingParams, ScoredGroup
 from msrl.workflows.rl.asynchronous.dispatcher import Dispatcher
 from msrl.workflows.rl.asynchronous.engines import NO_WEIGHTS, LoopingEngines
-from msrl.workflows.rl.asynchronous.filtering import GroupFilter
 from msrl.workflows.rl.asynchronous.prompts import NumberedPrompts
 from msrl.workflows.rl.asynchronous.records import decode, encode
-from msrl.workflows.rl.asynchronous.statistics import Repeated, StepStatistics, Totals
-from msrl.workflows.rl.rollouts import StepRollouts, greedy_sampling, with_greedy
+from msrl.workflows.rl.asynchronous.statistics import StepStatistics
+from msrl.workflows.rl.rollouts import (
+    StepRollouts,
+    filter_metrics,
+    greedy_sampling,
+    missing_note,
+    select_informative,
+    with_greedy,
+)
 from msrl.workflows.rl.setup import RLSetup
 from msrl.workflows.rl.step import Clock
 
@@ -66,7 +73,8 @@ class AsyncRollouts:
         batch = job.config.rollout.prompts_per_step
         self._greedy = greedy_sampling(job.sampling) if needs_greedy(job.config) else None
         self._prompts = NumberedPrompts(job.prompts, batch, job.sampling, self._greedy)
-        self._filter = GroupFilter(job.config.rollout.filter, batch, len(job.prompts.rows))
+        self._filter = job.config.rollout.filter
+        self._max_replaced = _max_replaced(self._filter, batch, len(job.prompts.rows))
         self._notes: tuple[str, ...] = ()  # for the first step
         initial = self._initial_state(state)
         self._buffer = GroupBuffer[ScoredGroup](
@@ -93,12 +101,11 @@ class AsyncRollouts:
         self._num_restarts = 0
         self._exchange_began = time.monotonic()
         self._needs_weights = False  # since engines were restarted
-        self._repeated = Repeated()
         self._num_direct = 0
         self._scores = _NO_SCORES  # failures and calls since the last step
         self._error: BaseException | None = None
         self._is_closing = False
-        self._statistics = StepStatistics(updates_per_step(job.config))
+        self._statistics = StepStatistics(engines.size, updates_per_step(job.config))
         self._threads = [
             threading.Thread(target=self._guard, args=(work,), name=name, daemon=True)
             for name, work in (("generation", self._generate), ("scoring", self._score))
@@ -152,15 +159,22 @@ class AsyncRollouts:
         with self._condition:
             scores, self._scores = self._scores, _NO_SCORES
             replaced = tuple(item.group for item in self._buffer.take_filtered())
-            totals = self._totals()
+            counters = self._dispatcher.counters
+            wait_s = clock.seconds["wait"]
+            statistics = self._statistics.step(step, groups, counters, wait_s, depth)
         scores.require_scores(f"step {step + 1}")
-        notes = (*self._notes, *scores.notes, *self._filter.notes(groups, replaced))
-        self._notes = ()
+        notes, self._notes = [*self._notes, *scores.notes], ()
+        num_informative = int(select_informative(self._filter, groups).sum())
+        num_missing, num_replaced = len(groups) - num_informative, len(replaced)
+        if num_missing and self._filter.refill:
+            repeats = f"{num_replaced} groups were replaced"
+            notes.append(missing_note(num_informative, len(groups), repeats))
+        num_groups = len(groups) + num_replaced
         metrics = {
-            **self._statistics.step(step, groups, totals, clock.seconds["wait"], depth),
-            **self._filter.metrics(groups, replaced),
+            **statistics,
+            **filter_metrics(self._filter, num_groups, num_informative, num_missing),
         }
-        scores = replace(scores, groups=(*groups, *replaced), notes=notes)
+        scores = replace(scores, groups=(*groups, *replaced), notes=tuple(notes))
         return StepRollouts(scores, groups, replaced, metrics)
 
     def publish(self, version: int) -> None:
@@ -213,7 +227,9 @@ class AsyncRollouts:
         count, seeds = sampling.num_samples, sample_seeds(prompts, sampling, policy_version)
         keys: list[str] = []
         with self._condition:
-            self._wait_for(lambda: self._dispatcher.version >= policy_version, policy_version)
+            self._wait_until(
+                lambda: self._dispatcher.version >= policy_version, policy_version, _unanswered
+            )
             for n, prompt in enumerate(prompts):
                 keys.append(f"direct {self._num_direct}")
                 self._num_direct += 1
@@ -221,7 +237,9 @@ class AsyncRollouts:
                 request = GroupRequest(keys[-1], prompt, sampling, own_seeds)
                 self._direct.append(request)
                 self._direct_requests[keys[-1]], self._direct_results[keys[-1]] = request, None
-            self._wait_for(lambda: all(self._direct_results[key] for key in keys), policy_version)
+            self._wait_until(
+                lambda: all(self._direct_results[key] for key in keys), policy_version, _unanswered
+            )
             groups = [self._direct_results.pop(key) for key in keys]
             for key in keys:
                 del self._direct_requests[key]
@@ -233,20 +251,27 @@ class AsyncRollouts:
     def forget_prompts(self) -> None:
         """Do nothing: each update clears the engines' caches, and versions have separate ones."""
 
-    def _wait_for(self, condition: Callable[[], bool], version: int) -> None:
-        """Wait for a condition, at most `cluster.rpc_timeout_s`. The caller holds the lock."""
+    def _wait_until(
+        self, is_done: Callable[[], bool], version: int, problem: Callable[[], str]
+    ) -> None:
+        """Wait until `is_done`, at most `cluster.rpc_timeout_s`. The caller holds the lock.
+
+        Restarted engines and replaced groups take time too, so that the limit begins again.
+
+        Raises:
+            MsrlError: It took too long; `problem` describes it.
+        """
         limit_s = self._job.config.cluster.rpc_timeout_s
-        end, num_restarts = time.monotonic() + limit_s, self._num_restarts
-        while not condition():
+        end, repeated = time.monotonic() + limit_s, (0, self._num_restarts)
+        while True:
             self._raise_error()
+            if repeated != (now := (self._buffer.num_filtered, self._num_restarts)):
+                end, repeated = time.monotonic() + limit_s, now
             self._replace_weights(version)
-            if self._num_restarts > num_restarts:
-                end, num_restarts = time.monotonic() + limit_s, self._num_restarts
+            if is_done():
+                return
             if time.monotonic() > end and self._engines_answer():
-                raise MsrlError(
-                    f"cluster.rpc_timeout_s={limit_s:g}: the engines did not answer the prompts of "
-                    "an evaluation in time. Raise it, or lower eval.max_response_tokens."
-                )
+                raise MsrlError(f"cluster.rpc_timeout_s={limit_s:g}: {problem()}")
             self._condition.wait(min(1.0, limit_s))
 
     def _replace_weights(self, version: int) -> None:
@@ -264,24 +289,20 @@ class AsyncRollouts:
 
     def _wait_for_batch(self, step: int) -> tuple[tuple[FinishedGroup[ScoredGroup], ...], int]:
         """Return the batch of a step, and the number of finished groups that remain."""
-        limit_s = self._job.config.cluster.rpc_timeout_s
-        end, repeated = time.monotonic() + limit_s, (0, self._num_restarts)
+        batch = tuple[FinishedGroup[ScoredGroup], ...]()
+
+        def take() -> bool:
+            nonlocal batch
+            self._drop_stale(step)
+            batch = self._buffer.take(step) or ()
+            return bool(batch)
+
         with self._condition:
-            while True:
-                self._raise_error()
-                if repeated != (now := (self._buffer.num_filtered, self._num_restarts)):
-                    end, repeated = time.monotonic() + limit_s, now  # replacements take time too
-                self._replace_weights(step)
-                self._drop_stale(step)
-                groups = self._buffer.take(step)
-                if groups is not None:
-                    for item in groups:
-                        self._num_tokens.pop(item.ticket.number, None)
-                    self._condition.notify_all()
-                    return groups, self._buffer.count("finished")
-                if time.monotonic() > end and self._engines_answer():
-                    raise MsrlError(self._timeout_message(step, limit_s))
-                self._condition.wait(min(1.0, limit_s))
+            self._wait_until(take, step, lambda: self._missing_groups(step))
+            for item in batch:
+                self._num_tokens.pop(item.ticket.number, None)
+            self._condition.notify_all()
+            return batch, self._buffer.count("finished")
 
     def _engines_answer(self) -> bool:
         """Return False while an exchange or a restart takes long, which has its own limit."""
@@ -291,11 +312,13 @@ class AsyncRollouts:
         for ticket in self._buffer.drop_stale(step):
             key = _key(ticket)
             count = self._num_tokens.pop(ticket.number, self._dispatcher.num_tokens(key))
-            self._repeated += Repeated(1, count, 1, count)
+            self._statistics.repeated.update(
+                dropped_groups=1, dropped_tokens=count, reissued_groups=1, reissued_tokens=count
+            )
             self._aborted.append(key)
             self._tickets.pop(key, None)
 
-    def _timeout_message(self, step: int, limit_s: float) -> str:
+    def _missing_groups(self, step: int) -> str:
         """Return a message that names the missing prompts and who holds them."""
         missing = self._buffer.missing()
         lines = [
@@ -303,8 +326,8 @@ class AsyncRollouts:
             for ticket, stage in list(missing.items())[:8]
         ]
         return (
-            f"cluster.rpc_timeout_s={limit_s:g}: the batch of step {step + 1} is not complete: "
-            f"{len(missing)} groups are missing. " + "; ".join(lines)
+            f"the batch of step {step + 1} is not complete: {len(missing)} groups are missing. "
+            + "; ".join(lines)
         )
 
     def _describe(self, ticket: Ticket, stage: str) -> str:
@@ -313,9 +336,6 @@ class AsyncRollouts:
         if stage == "scoring":
             return "the reward sources have not scored it"
         return "waits for its start"
-
-    def _totals(self) -> Totals:
-        return Totals.of(self._engines.size, self._dispatcher.counters, self._repeated)
 
     def _raise_error(self) -> None:
         if self._error is not None:
@@ -372,7 +392,7 @@ class AsyncRollouts:
             self._direct.append(self._direct_requests[key])
         ticket = self._tickets.pop(key, None)
         if ticket is not None and self._buffer.requeue([ticket]):
-            self._repeated += Repeated(reissued_groups=1, reissued_tokens=num_tokens)
+            self._statistics.repeated.update(reissued_groups=1, reissued_tokens=num_tokens)
 
     def _next_requests(self) -> tuple[list[GroupRequest], list[str]]:
         """Return the requests to send and the keys to abort."""
@@ -422,7 +442,8 @@ class AsyncRollouts:
 
     def _add_scored(self, ticket: Ticket, group: ScoredGroup) -> None:
         """Add a group to the buffer, or replace it by another one. The caller holds the lock."""
-        if not self._filter.must_replace(group, self._buffer.num_filtered):
+        is_last = self._buffer.num_filtered >= self._max_replaced
+        if is_last or select_informative(self._filter, [group])[0]:
             self._buffer.add_scored(ticket, group)
             return
         if self._buffer.filter_out(ticket, group):
@@ -462,6 +483,28 @@ class AsyncRollouts:
         has_greedy = group.greedy is not None
         is_complete = len(group.rewards) == self._job.sampling.num_samples
         return is_complete and (has_greedy or self._greedy is None)
+
+
+def _unanswered() -> str:
+    """Return the message of an evaluation that took too long."""
+    return (
+        "the engines did not answer the prompts of an evaluation in time. Raise it, or lower "
+        "eval.max_response_tokens."
+    )
+
+
+def _max_replaced(section: FilterConfig, batch: int, num_prompts: int) -> int:
+    """Return how many groups of a step the filter may replace.
+
+    A synchronous step refills `max_refills` times, with at most one batch each. A step of an
+    asynchronous run therefore replaces at most `max_refills` times as many groups as a batch has.
+    Without that limit, it replaces as many as there are prompts beside the batch.
+    """
+    if not section.refill:
+        return 0
+    if section.max_refills is None:
+        return max(num_prompts - batch, 0)
+    return section.max_refills * batch
 
 
 def _key(ticket: Ticket) -> str:

@@ -3,100 +3,59 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields
 
 import numpy as np
 
 from msrl.rollout.runtime.engine_loop import LoopCounters
 from msrl.types import ScoredGroup
 
-
-@dataclass(frozen=True, slots=True)
-class Repeated:
-    """Work that is done again, since the start of the run.
-
-    Dropped groups became too old. Reissued groups are these and those of lost engines.
-    """
-
-    dropped_groups: int = 0
-    dropped_tokens: int = 0
-    reissued_groups: int = 0
-    reissued_tokens: int = 0
-
-    def __add__(self, other: Repeated) -> Repeated:
-        return Repeated(
-            self.dropped_groups + other.dropped_groups,
-            self.dropped_tokens + other.dropped_tokens,
-            self.reissued_groups + other.reissued_groups,
-            self.reissued_tokens + other.reissued_tokens,
-        )
-
-    def since(self, before: Repeated) -> dict[str, float]:
-        """Return the metrics of the time since `before`."""
-        return {
-            f"rollout/{item.name}": float(getattr(self, item.name) - getattr(before, item.name))
-            for item in fields(self)
-        }
-
-
-@dataclass(frozen=True, slots=True)
-class Totals:
-    """Sums over all engines since the start of the run."""
-
-    num_engines: int = 1
-    generated_tokens: int = 0
-    recomputed_tokens: int = 0
-    aborted_tokens: int = 0
-    busy_s: float = 0.0
-    update_s: float = 0.0
-    repeated: Repeated = field(default_factory=lambda: Repeated())
-
-    @classmethod
-    def of(cls, num_engines: int, counters: Sequence[LoopCounters], repeated: Repeated) -> Totals:
-        """Return the sums of counters, which may be those of several loops of an engine."""
-        return cls(
-            num_engines=num_engines,
-            generated_tokens=sum(item.generated_tokens for item in counters),
-            recomputed_tokens=sum(item.recomputed_tokens for item in counters),
-            aborted_tokens=sum(item.aborted_tokens for item in counters),
-            busy_s=sum(item.busy_s for item in counters),
-            update_s=sum(item.update_s for item in counters),
-            repeated=repeated,
-        )
+_REPEATED = ("dropped_groups", "dropped_tokens", "reissued_groups", "reissued_tokens")
 
 
 class StepStatistics:
-    """Metrics of a step: the differences of the totals since the last step."""
+    """Metrics of a step: the differences of sums since the last step.
 
-    def __init__(self, updates_per_step: int) -> None:
-        self._totals, self._time = Totals(), time.perf_counter()
-        self._num_updates = updates_per_step
+    `repeated` counts work that is done again, since the start of the run. Dropped groups became too
+    old. Reissued groups are these, and groups of lost engines.
+    """
+
+    def __init__(self, num_engines: int, updates_per_step: int) -> None:
+        self._num_engines, self._num_updates = num_engines, updates_per_step
+        self._totals, self._time = _sums(()), time.perf_counter()
+        self.repeated = Counter[str]()
 
     def step(
         self,
         version: int,  # of the policy that the step trains
         groups: Sequence[ScoredGroup],
-        totals: Totals,
+        counters: Sequence[LoopCounters],  # of all loops of the engines since the start
         waited_s: float,
         depth: int,  # finished groups that remain in the buffer
     ) -> dict[str, float]:
         """Return the metrics of a step, for the time since the last call."""
         now, before = time.perf_counter(), self._totals
         elapsed = max(now - self._time, 1e-9)
-        self._totals, self._time = totals, now
-        busy = totals.busy_s - before.busy_s + totals.update_s - before.update_s
-        generated = totals.generated_tokens - before.generated_tokens
+        repeated = {name: float(self.repeated[name]) for name in _REPEATED}
+        self._totals, self._time = {**_sums(counters), **repeated}, now
+        since = {name: total - before.get(name, 0.0) for name, total in self._totals.items()}
+        counted = ("recomputed_tokens", "aborted_tokens", *_REPEATED)
+        is_busy = (since["busy_s"] + since["update_s"]) / (elapsed * self._num_engines)
         return {
             **_version_metrics(version, groups, self._num_updates),
             "rollout/buffer_depth": float(depth),
-            "rollout/tokens_per_s": generated / elapsed,
-            "rollout/recomputed_tokens": float(totals.recomputed_tokens - before.recomputed_tokens),
-            "rollout/aborted_tokens": float(totals.aborted_tokens - before.aborted_tokens),
-            **totals.repeated.since(before.repeated),
-            "perf/engine_idle": min(max(1.0 - busy / (elapsed * totals.num_engines), 0.0), 1.0),
+            "rollout/tokens_per_s": since["generated_tokens"] / elapsed,
+            **{f"rollout/{name}": since[name] for name in counted},
+            "perf/engine_idle": min(max(1.0 - is_busy, 0.0), 1.0),
             "perf/trainer_idle": min(waited_s / elapsed, 1.0),
         }
+
+
+def _sums(counters: Sequence[LoopCounters]) -> dict[str, float]:
+    """Return the sums over loops, of which an engine may have had several."""
+    names = ("generated_tokens", "recomputed_tokens", "aborted_tokens", "busy_s", "update_s")
+    return {name: float(sum(getattr(item, name) for item in counters)) for name in names}
 
 
 def _version_metrics(
