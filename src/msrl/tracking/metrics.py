@@ -10,8 +10,8 @@ from __future__ import annotations
 import json
 import os
 import sys
-import time
 from collections.abc import Iterator
+from datetime import datetime, timezone
 from pathlib import Path
 
 from pydantic_core import to_json
@@ -42,7 +42,8 @@ class MetricsWriter:
     def log(self, report: StepReport) -> None:
         if not self._is_in_place():
             self._restore()
-        self._file.write(to_line(report, time=_now()))
+        now = datetime.now(timezone.utc).isoformat(timespec="milliseconds")
+        self._file.write(to_line(report, time=now))
         self._file.flush()
 
     def _is_in_place(self) -> bool:
@@ -103,12 +104,6 @@ def to_line(report: StepReport, *, time: str | None = None) -> bytes:
     if report.notes:
         row["notes"] = report.notes
     return to_json(row, inf_nan_mode="strings", fallback=float) + b"\n"
-
-
-def _now() -> str:
-    """Return the current time in UTC with milliseconds (ISO 8601)."""
-    seconds, milliseconds = divmod(time.time_ns() // 1_000_000, 1000)
-    return f"{time.strftime('%Y-%m-%dT%H:%M:%S', time.gmtime(seconds))}.{milliseconds:03d}+00:00"
 
 
 def from_line(line: str) -> StepReport:

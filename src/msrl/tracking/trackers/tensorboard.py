@@ -6,11 +6,9 @@ The package tensorboard, which requires neither TensorFlow nor torch, writes the
 from __future__ import annotations
 
 import importlib
-import os
 import socket
 import time
 from collections.abc import Mapping
-from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +17,6 @@ from msrl.tracking.tracker import scalars
 from msrl.types import StepReport
 
 _VERSION = "brain.Event:2"  # of the first event of a file
-_file_numbers = count()  # of this process, because two files can begin in the same second
 
 
 def check(options: Mapping[str, Any]) -> None:
@@ -54,8 +51,8 @@ class TensorBoardTracker:
         from tensorboard.summary.writer.record_writer import RecordWriter
 
         folder.mkdir(parents=True, exist_ok=True)
-        number = f"{os.getpid()}.{next(_file_numbers)}"
-        name = f"events.out.tfevents.{int(time.time()):010d}.{socket.gethostname()}.{number}"
+        # TensorBoard reads the files in the order of their names.
+        name = f"events.out.tfevents.{time.time_ns()}.{socket.gethostname()}"
         self._writer = RecordWriter((folder / name).open("xb"))
         self._event_pb2 = _generated("event_pb2")
         self._write(file_version=_VERSION)
