@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import reprlib
 import signal
 import socket
@@ -205,11 +204,3 @@ def _plain_value(value: Any) -> Any:
 
 def _excerpt(value: Any) -> str:
     return f"{reprlib.repr(value)} ({type(value).__name__})"
-
-
-def detach() -> None:
-    """Give this forked process a session and an empty standard input."""
-    os.setsid()
-    null = os.open(os.devnull, os.O_RDONLY)
-    os.dup2(null, 0)
-    os.close(null)

@@ -19,12 +19,12 @@ from typing import Any, get_args
 from msrl.environments.base import EpisodeFault, FaultReason, Opening, StepResult
 from msrl.environments.clean import clean_value
 from msrl.environments.episode_process import FAULT, EpisodeSetup
-from msrl.environments.fork_server_client import START_LIMIT_S, ForkServerClient
-from msrl.environments.protocol import EXITED
 from msrl.errors import MsrlError
+from msrl.processes.fork_server import EXITED, START_LIMIT_S, ForkServerClient
 from msrl.processes.messages import MAX_DETAIL_BYTES, READY, FrameReader, FrameTooLongError
 from msrl.types import Message
 
+_SERVER = "msrl.environments.fork_server"
 KILL_LIMIT_S = 10.0  # from a kill to the report of the fork server
 Reply = Opening | StepResult | EpisodeFault
 
@@ -70,7 +70,7 @@ class PoolLoop:
         self._known: dict[int, EpisodeState] = {}  # episodes with a process
         self._selector = selectors.DefaultSelector()
         self._wakeup, self._wake = socket.socketpair()
-        self._server: ForkServerClient | None = None
+        self._server: ForkServerClient[EpisodeSetup] | None = None
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
         self._is_stopped = False
@@ -164,7 +164,7 @@ class PoolLoop:
 
     def _require_server(self) -> None:
         if self._server is None:
-            self._server = ForkServerClient(self._make_setup)
+            self._server = ForkServerClient(_SERVER, self._make_setup)
             self._selector.register(self._server.process, selectors.EVENT_READ, self._read_server)
             self._selector.register(self._server.control, selectors.EVENT_READ, self._read_control)
 
