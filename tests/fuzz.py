@@ -38,11 +38,13 @@ from safetensors.torch import save as save_safetensors
 
 import tiny_checkpoints as tiny
 from families import FAMILIES
+from gguf_files import make_model, write_gguf
 from mixture_families import MIXTURES
 from msrl.chat_rendering import client as chat_rendering
 from msrl.checkpoint.adapters.megatron import read_adapter
 from msrl.checkpoint.convert import McoreTarget, write_mcore
 from msrl.checkpoint.distributed.read import GlobalTensors
+from msrl.checkpoint.gguf.file import read_gguf
 from msrl.checkpoint.hf.folder import sidecar_files
 from msrl.checkpoint.hf.weight_files import open_safetensors, open_weight_files
 from msrl.checkpoint.integrity import weight_checks
@@ -251,6 +253,13 @@ def safetensors_headers(folder: Path, fields: Any) -> None:
 def _safetensors(folder: Path, data: bytes) -> None:
     (folder / "model.safetensors").write_bytes(data)
     for tensor in open_safetensors(folder / "model.safetensors").values():
+        tensor.read()
+
+
+@target(EDITS)
+def gguf_files(folder: Path, edits: Any) -> None:
+    (folder / "model.gguf").write_bytes(edited(GGUF, edits))
+    for tensor in read_gguf(folder / "model.gguf").tensors.values():
         tensor.read()
 
 
@@ -631,7 +640,7 @@ def _prepare(root: Path) -> None:
     chat_rendering.LIMITS = chat_rendering.RenderingLimits(1.0, 1_000_000, 256 << 20)
     command._TIME_LIMIT_S = 2.0
     global DIST_METADATA, DIST_FILES, HF_FILES, JSON_TEXTS, HF_SHAPE, RANK_FILE, INDEX
-    global SAFETENSORS, TEMPLATE, RENDERER, TOKENIZER_FILES
+    global GGUF, SAFETENSORS, TEMPLATE, RENDERER, TOKENIZER_FILES
     tiny.save(root / "hf", shards=2)
     source = open_weights(root / "hf")
     HF_SHAPE = source.shape
@@ -653,6 +662,7 @@ def _prepare(root: Path) -> None:
     SAFETENSORS = save_safetensors(
         {"a": torch.ones(2, 3), "b": torch.ones(4, dtype=torch.bfloat16)}
     )
+    GGUF = write_gguf(root / "model.gguf", "llama", make_model("llama")).read_bytes()
     writer = IndexedWriter(root / "data.bin", root / "data.idx")
     import numpy as np
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 EXTRAS = {name: name for name in ("gymnasium", "mcp", "swanlab", "wandb")}
 PLATFORM_MODULES = frozenset(
     {
-        "datasets", "google_crc32c", "huggingface_hub", "isal", "jinja2", "megatron",
+        "datasets", "gguf", "google_crc32c", "huggingface_hub", "isal", "jinja2", "megatron",
         "msgspec", "psutil", "ray", "safetensors", "tensorboard", "tokenizers", "torch",
         "torch_npu", "transformers", "vllm",
     }

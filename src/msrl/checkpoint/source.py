@@ -21,6 +21,7 @@ from msrl.checkpoint.distributed.read import is_distributed, read_common
 from msrl.checkpoint.distributed.source import DistSource
 from msrl.checkpoint.distributed.write import COMMON
 from msrl.checkpoint.hf.folder import HfCheckpoint
+from msrl.checkpoint.hf.weight_files import StoredTensor
 from msrl.checkpoint.mcore.arguments import load_folder, refuse_contradictions
 from msrl.checkpoint.mcore.files import SIDECAR, iteration_dir, read_rank_file
 from msrl.checkpoint.mcore.locate import (
@@ -47,8 +48,9 @@ from msrl.models.stages import TIED_OUTPUT, StageTensor, chunk_name, stage_tenso
 class HfSource(WeightSource):
     """Weights of a Hugging Face folder."""
 
-    def __init__(self, folder: Path) -> None:
-        self._checkpoint = HfCheckpoint(folder)
+    def __init__(self, folder: Path, tensors: Mapping[str, StoredTensor] | None = None) -> None:
+        """Open the weight files of the folder, or `tensors` that are stored elsewhere."""
+        self._checkpoint = HfCheckpoint(folder, tensors)
         self.shape, self.hf_dir = self._checkpoint.shape, folder
 
     def dtype(self, rule: Rule) -> torch.dtype:

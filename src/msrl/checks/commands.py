@@ -51,6 +51,9 @@ def _convert_source(resolved: Resolved) -> Iterator[str]:
     convert = resolved.config.convert
     if convert.load is None:
         return
+    if convert.command == "gguf2hf":
+        yield from _gguf_source(resolved, Path(convert.load))
+        return
     folder = list(check_folder(resolved, "convert.load"))
     yield from folder
     from_hf = convert.command in ("hf2mcore", "hf2hf")
@@ -83,6 +86,16 @@ def _convert_source(resolved: Resolved) -> Iterator[str]:
         )
 
 
+def _gguf_source(resolved: Resolved, load: Path) -> Iterator[str]:
+    """Check that the input is a file."""
+    if load.is_dir():
+        files = sorted(load.glob("*.gguf"))
+        hint = f", such as {files[0]}" if files else ""
+        yield resolved.mistake("convert.load", f"is a folder. Name a GGUF file{hint}.")
+    elif not load.is_file():
+        yield resolved.mistake("convert.load", "file does not exist. Name a GGUF file.")
+
+
 def _other_contents(folder: Path, from_hf: bool, command: str | None) -> str | None:
     """Return what a folder of another kind is, and the command for it; else None."""
     if command != "inspect" and from_hf and is_mcore(str(folder)) and not is_hf(str(folder)):
@@ -96,7 +109,7 @@ def _other_contents(folder: Path, from_hf: bool, command: str | None) -> str | N
         base = "Merge it into its base model: msrl convert-ckpt hf2hf --load BASE"
         return f"is a LoRA adapter without its base model. {base} --lora {folder}."
     if any(folder.glob("*.gguf")):
-        return "contains GGUF files, which msrl does not read. Use the model's safetensors files."
+        return "contains GGUF files. Convert one of them: msrl convert-ckpt gguf2hf --load FILE."
     return None
 
 

@@ -56,6 +56,11 @@ _add(
     "msrl convert-ckpt hf2hf --load Qwen2.5-7B --save merged --lora adapter",
 )
 _add(
+    "gguf2hf",
+    "Convert a GGUF file of llama.cpp or Ollama to a Hugging Face folder.",
+    "msrl convert-ckpt gguf2hf --load model.Q8_0.gguf --save model --dtype bf16",
+)
+_add(
     "lora2hf",
     "Convert the LoRA adapter of an mcore checkpoint to a PEFT adapter folder.",
     "msrl convert-ckpt lora2hf --load runs/sft/checkpoints --save adapter",

@@ -22,7 +22,8 @@ _SHOWN = ("config show", "config validate")
 _TO_MCORE = ("convert-ckpt hf2mcore", "convert-ckpt reshard")
 _FROM_MCORE = ("convert-ckpt mcore2hf", "convert-ckpt reshard", "convert-ckpt lora2hf")
 _WEIGHTS = (*_TO_MCORE, "convert-ckpt mcore2hf", "convert-ckpt hf2hf")
-_WRITING = (*_WEIGHTS, "convert-ckpt lora2hf")
+_VERIFYING = (*_WEIGHTS, "convert-ckpt gguf2hf")
+_WRITING = (*_VERIFYING, "convert-ckpt lora2hf")
 _CLUSTER = ("cluster up", "cluster join")
 _ON_DEVICES = (
     *(*TRAININGS, *_SHOWN, *_TO_MCORE, "convert-ckpt mcore2hf", "preprocess"),
@@ -144,11 +145,11 @@ OPTIONS = (
         "Format",
         _TO_MCORE,
         _option("convert.moe_grouped_gemm"),
-        _option("convert.dtype", "--params-dtype", metavar="TYPE", commands=_WEIGHTS),
+        _option("convert.dtype", "--params-dtype", metavar="TYPE", commands=_VERIFYING),
         _option("convert.format"),
         _option("convert.names"),
         _option("convert.pad_vocab_to_multiple"),
-        _option("convert.verify", commands=_WEIGHTS),
+        _option("convert.verify", commands=_VERIFYING),
     ),
     *_panel(
         "Input",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -64,6 +64,28 @@ class LogitSource:
             logits = layerwise.transformers_logits(source, self.token_ids, dtype)
             bar.advance(len(logits))
             return logits
+
+    def from_gguf(self, file: Path, source: WeightSource) -> list[Tensor]:
+        """Return the logits of transformers, which reads the tensors of a GGUF file itself.
+
+        The config is the one of `source`: transformers does not read every setting, such as the
+        head size of Qwen3.
+        """
+        from transformers import modeling_gguf_pytorch_utils
+
+        # transformers has no switch for the progress bar of this loop.
+        vars(modeling_gguf_pytorch_utils)["tqdm"] = _without_bar
+        with self._progress("transformers") as bar:
+            model = layerwise.model_class(source.shape).from_pretrained(
+                str(file.parent),
+                gguf_file=file.name,
+                config=layerwise.model_config(source.shape, source.hf_dir),
+                dtype=torch.float32,
+                local_files_only=True,
+                trust_remote_code=False,
+                attn_implementation=layerwise.ATTENTION,
+            )
+            return _forward(model, self.token_ids, source.shape, bar.advance)
 
     def from_megatron(self, checkpoint: Path, hf_dir: Path | None = None) -> list[Tensor]:
         """Return the logits of Megatron, which loads an mcore checkpoint.
@@ -178,6 +200,10 @@ def _cast(
     target_dtype = cast_to(rule, dtype)
     for name, tensor in zip(rule.hf, source.hf_tensors(rule), strict=True):
         yield name, tensor if target_dtype is None else tensor.to(target_dtype)
+
+
+def _without_bar(items: Iterable[Any], **_: object) -> Iterable[Any]:
+    return items
 
 
 def _forward(

@@ -58,8 +58,10 @@ def fits_in_memory(shape: Shape) -> bool:
     return num_parameters(shape) * 4 * 1.2 <= psutil.virtual_memory().available
 
 
-def require_memory(shape: Shape) -> None:
-    """Check before a conversion that there is enough memory to verify its result layer by layer.
+def require_memory(shape: Shape, *, in_memory: bool = False) -> None:
+    """Check before a conversion that there is enough memory to verify its result.
+
+    One layer is in memory at a time, or with `in_memory` the model.
 
     Raises:
         MsrlError: There is not enough memory.
@@ -69,7 +71,8 @@ def require_memory(shape: Shape) -> None:
     if fits_in_memory(shape) or layerwise.model_class(shape) is None:
         return
     available = psutil.virtual_memory().available
-    needed = int(layerwise.largest_part(shape) * 4 * _MEMORY_FACTOR)
+    largest = num_parameters(shape) if in_memory else layerwise.largest_part(shape)
+    needed = int(largest * 4 * _MEMORY_FACTOR)
     if needed > available:
         raise MsrlError(
             f"verification needs about {amount_text(needed, 'B')} of memory, "
@@ -83,7 +86,7 @@ def checks(
 ) -> list[Check]:
     """Run all comparisons of the result in `save` with the `source` in `load`."""
     dtype = CHOICES[convert.dtype]
-    to_hf = convert.command in ("mcore2hf", "hf2hf")
+    to_hf = convert.command in ("mcore2hf", "hf2hf", "gguf2hf")
     result: WeightSource = HfSource(save) if to_hf else open_mcore(save)
     bit_checks = [
         _check_bits(source, result, dtype),
@@ -99,7 +102,10 @@ def checks(
         print("The model does not fit into memory: computing its logits layer by layer")
     logits = LogitSource(platform, samples.token_ids, in_memory)
     description = "transformers, Megatron"
-    if to_hf and (isinstance(source, MergedSource) or convert.command == "hf2hf"):
+    if convert.command == "gguf2hf":
+        left, right = logits.from_weights(source, None), logits.from_gguf(load, source)
+        description = "transformers: the weights, its own reader of GGUF"
+    elif to_hf and (isinstance(source, MergedSource) or convert.command == "hf2hf"):
         left, right = logits.from_folder(result, save), logits.from_weights(source, dtype)
         description = "transformers: the result, the source"
     elif to_hf:

@@ -25,9 +25,12 @@ def _after_conversion(config: Config) -> str | None:
     if convert.command == "lora2hf":
         return shlex.join(["msrl", "serve", convert.save])
     is_hf_source = convert.command in ("hf2mcore", "hf2hf")
-    if load_shape(
-        config_dir(convert.load, None if is_hf_source else convert.hf_config)
-    ).reward_head:
+    if (
+        convert.command != "gguf2hf"
+        and load_shape(
+            config_dir(convert.load, None if is_hf_source else convert.hf_config)
+        ).reward_head
+    ):
         return None
     return shlex.join(["msrl", "chat", "--model", convert.save])
 

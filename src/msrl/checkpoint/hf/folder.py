@@ -9,7 +9,7 @@ import difflib
 import json
 import re
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, cast
 
@@ -19,7 +19,7 @@ from torch import Tensor
 from msrl.checkpoint.dtypes import hf_name
 from msrl.checkpoint.hf import fp8, mxfp4
 from msrl.checkpoint.hf.expert_stacks import unstack
-from msrl.checkpoint.hf.weight_files import open_weight_files, some
+from msrl.checkpoint.hf.weight_files import StoredTensor, open_weight_files, some
 from msrl.errors import ManyErrors, MsrlError
 from msrl.models.entries import stack_sizes
 from msrl.models.families import all_rules, load_shape
@@ -43,8 +43,8 @@ class HfCheckpoint:
     Opening it checks that all tensors exist, are complete and have the shapes of the config.
     """
 
-    def __init__(self, folder: Path) -> None:
-        """Open and check the tensors.
+    def __init__(self, folder: Path, tensors: Mapping[str, StoredTensor] | None = None) -> None:
+        """Open and check the tensors of the folder, or `tensors` that are stored elsewhere.
 
         Raises:
             MsrlError: A tensor is missing, unexpected, truncated or has another shape.
@@ -52,11 +52,14 @@ class HfCheckpoint:
         """
         if not folder.is_dir():
             raise MsrlError(f"{folder}: folder does not exist")
-        self.folder = folder
+        self.where = next((tensor.file for tensor in (tensors or {}).values()), folder)
         self.shape: Shape = load_shape(folder)
         config = read_hf_config(folder)
         stored = fp8.dequantize_tensors(
-            mxfp4.dequantize_tensors(open_weight_files(folder), config), config
+            mxfp4.dequantize_tensors(
+                open_weight_files(folder) if tensors is None else tensors, config
+            ),
+            config,
         )
         self._stored = unstack(stored, stack_sizes(self.shape))
         self.specs = {name: stored.spec for name, stored in self._stored.items()}
@@ -87,13 +90,13 @@ class HfCheckpoint:
         if missing:
             rule = next(rule for rule in rules if missing[0] in rule.hf)
             problems.append(
-                f"{self.folder}: {len(missing)} tensors are missing: {some(missing)}. "
+                f"{self.where}: {len(missing)} tensors are missing: {some(missing)}. "
                 f"The first is part of {rule.mcore}."
             )
         if unexpected:
             hint = _nearest_rule(unexpected[0], rules)
             problems.append(
-                f"{self.folder}: {len(unexpected)} tensors are not part of {shape.architecture}: "
+                f"{self.where}: {len(unexpected)} tensors are not part of {shape.architecture}: "
                 f"{some(unexpected)} ({hint})"
             )
         if problems:
@@ -113,8 +116,7 @@ class HfCheckpoint:
         for name in tied & set(self.specs):
             if not torch.equal(self.tensor(name), self.tensor(embedding)):
                 raise MsrlError(
-                    f"{self.folder}: tie_word_embeddings=true, but {name} differs from the "
-                    "embedding"
+                    f"{self.where}: tie_word_embeddings=true, but {name} differs from the embedding"
                 )
 
 

@@ -69,7 +69,9 @@ DeviceNumbers = Annotated[tuple[Size, ...], Field(min_length=1)]
 Platform = Annotated[str, OneOf(("auto", *registry.names(registry.PLATFORMS)))]
 Dtype = Literal["float32", "bfloat16"]
 Schedule = Literal["constant", "linear", "cosine", "wsd"]
-ConvertCommand = Literal["hf2mcore", "mcore2hf", "reshard", "hf2hf", "lora2hf", "inspect"]
+ConvertCommand = Literal[
+    "hf2mcore", "mcore2hf", "reshard", "hf2hf", "gguf2hf", "lora2hf", "inspect"
+]
 
 
 class Section(BaseModel):

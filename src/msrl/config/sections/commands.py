@@ -31,7 +31,7 @@ class ConvertConfig(LayoutConfig):
     load: Text | None = Field(
         default=None,
         description="Checkpoint to read: a Hugging Face folder or the name of a model on a hub "
-        "(hf2mcore, hf2hf), or an mcore folder.",
+        "(hf2mcore, hf2hf), a GGUF file (gguf2hf), or an mcore folder.",
     )
     save: Text | None = Field(default=None, description="Folder to write. It must be new or empty.")
     hf_config: Text | None = Field(

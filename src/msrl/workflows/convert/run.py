@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from msrl.checkpoint.adapters.peft import dropped_by_peft, read_peft, write_peft
 from msrl.checkpoint.atomic_folder import require_free_path, require_space
 from msrl.checkpoint.convert import hf_specs, mcore_plan, write_hf, write_mcore
 from msrl.checkpoint.dtypes import CHOICES, same_bits
+from msrl.checkpoint.gguf.folder import open_gguf
 from msrl.checkpoint.hf.folder import sidecar_files
 from msrl.checkpoint.hf.pass_through import pass_through_bytes, pass_through_tensors
 from msrl.checkpoint.hf.weight_files import has_weights
@@ -28,6 +30,7 @@ from msrl.limits import print_line
 from msrl.models.families import load_shape, num_parameters
 from msrl.models.shape import Shape
 from msrl.plan.derived import layout_from
+from msrl.temporary import owned_folder
 from msrl.tracking.progress import amount_text, duration_text, progress
 from msrl.verification import report
 from msrl.verification.bits import require_equal_copies
@@ -40,7 +43,8 @@ from msrl.workflows.convert.inspection import (
 from msrl.workflows.convert.plan import target_from
 from msrl.workflows.training.integrity import UNVERIFIED, verify_files
 
-FROM_HF, TO_HF = ("hf2mcore", "hf2hf"), ("mcore2hf", "hf2hf")
+FROM_HF, TO_HF = ("hf2mcore", "hf2hf"), ("mcore2hf", "hf2hf", "gguf2hf")
+FROM_GGUF = "gguf2hf"
 
 
 def run(config: Config) -> None:
@@ -79,43 +83,47 @@ def check(config: Config) -> None:
     elif convert.command == "lora2hf":
         _read_adapter(load, Path(convert.hf_config) if convert.hf_config else None)
     else:
-        _check_conversion(config, load, Path(convert.save or ""))
+        with _opened(convert, load) as source:
+            _check_conversion(config, source, load, Path(convert.save or ""))
 
 
 @dataclass(frozen=True, slots=True)
 class _Conversion:
     """Conversion that is ready to be written."""
 
-    source: WeightSource
     num_bytes: int
     write: Callable[[Callable[[int], None]], object]
     dropped: tuple[str, ...]
     """Descriptions of the contents that are not converted."""
 
 
-def _check_conversion(config: Config, load: Path, save: Path) -> _Conversion:
-    """Open and verify the checkpoint, and check that the result can be written."""
+def _check_conversion(config: Config, source: WeightSource, load: Path, save: Path) -> _Conversion:
+    """Check that the result can be written and verified."""
     convert = config.convert
-    _verify_source(convert, load)
-    source = _open(convert, load)
     sidecar_files(source.hf_dir)  # refuses links to other files, which would be copied
     if convert.verify:
-        report.require_memory(source.shape)
+        report.require_memory(source.shape, in_memory=convert.command == FROM_GGUF)
     # Read before anything is written, because the training state may be damaged too.
-    dropped = [] if convert.command in FROM_HF else training_state(load)
+    has_state = convert.command not in (*FROM_HF, FROM_GGUF)
+    dropped = training_state(load) if has_state else []
     require_free_path(save)
     require_free_path(_result(convert, save))
     num_bytes, write = _prepare(convert, source, _result(convert, save))
     require_space(save, num_bytes)
-    return _Conversion(source, num_bytes, write, tuple(dropped))
+    return _Conversion(num_bytes, write, tuple(dropped))
 
 
 def _convert(config: Config, load: Path, save: Path) -> None:
     """Convert with a progress bar, then verify."""
     torch.set_num_threads(1)  # the conversion has a thread per file
+    with _opened(config.convert, load) as source:
+        _convert_opened(config, source, load, save)
+
+
+def _convert_opened(config: Config, source: WeightSource, load: Path, save: Path) -> None:
     convert = config.convert
-    conversion = _check_conversion(config, load, save)
-    source, num_bytes, write = conversion.source, conversion.num_bytes, conversion.write
+    conversion = _check_conversion(config, source, load, save)
+    num_bytes, write = conversion.num_bytes, conversion.write
     start = time.perf_counter()
     with progress(f"{convert.command} {load} -> {save}", total=num_bytes, unit="B") as bar:
         write(bar.advance)
@@ -161,6 +169,17 @@ def _reject(written: Path) -> Path:
     rejected = written.with_suffix(UNVERIFIED[1])
     shutil.rmtree(rejected, ignore_errors=True)
     return written.rename(rejected)
+
+
+@contextlib.contextmanager
+def _opened(convert: ConvertConfig, load: Path) -> Iterator[WeightSource]:
+    """Verify the files to convert, and open the weights."""
+    if convert.command == FROM_GGUF:
+        with owned_folder("msrl-gguf-") as folder:  # for its config and tokenizer
+            yield open_gguf(load, folder)
+        return
+    _verify_source(convert, load)
+    yield _open(convert, load)
 
 
 def _open(convert: ConvertConfig, load: Path) -> WeightSource:

@@ -1,0 +1,1 @@
+"""GGUF files of llama.cpp and Ollama, read as Hugging Face folders."""

@@ -1,0 +1,190 @@
+"""GGUF files become Hugging Face folders with the weights, tokens and logits of their models."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+
+import gguf
+import pytest
+import torch
+from gguf import GGMLQuantizationType as Quantization
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from gguf_files import MODELS, make_model, write_gguf
+from msrl.checkpoint.gguf.file import read_gguf
+from msrl.checkpoint.gguf.folder import open_gguf
+from msrl.errors import ManyErrors, MsrlError
+from support import assert_mentions, mentions, shared_data
+from test_cli import msrl
+
+TEXTS = (
+    "Natalia sold 48 clips in April,  1234 in May.\n\n\nIt's 3.14!",
+    "def f(x):\n    return x**2  # \u5df2\u77e5\u4e09\u89d2\u5f62\t\r\n",
+    "  leading spaces, trailing spaces   ",
+)
+
+
+def convert(file: Path, save: Path, *options: str) -> int:
+    return msrl("convert-ckpt", "gguf2hf", "--load", str(file), "--save", str(save), *options)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_float32_file_gives_the_weights_and_logits_of_its_model(name, tmp_path, capsys):
+    model = make_model(name)
+    file = write_gguf(tmp_path / "model.gguf", name, model)
+    assert convert(file, tmp_path / "hf") == 0
+    assert_mentions(capsys.readouterr().out, "equal bit for bit", "logits", "msrl chat")
+    tokens = torch.arange(3, 63)[None]
+    converted = AutoModelForCausalLM.from_pretrained(tmp_path / "hf", dtype=torch.float32)
+    with torch.no_grad():
+        torch.testing.assert_close(converted(tokens).logits, model(tokens).logits)
+    stored = load_file(tmp_path / "hf" / "model.safetensors")
+    for tensor_name, tensor in model.state_dict().items():
+        if tensor_name in stored:
+            assert torch.equal(stored[tensor_name], tensor), tensor_name
+
+
+@pytest.mark.parametrize("quantization", ["F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1"])
+def test_a_quantized_file_gives_the_values_of_its_blocks(quantization, tmp_path, capsys):
+    model, kind = make_model("llama"), Quantization[quantization]
+    file = write_gguf(tmp_path / "model.gguf", "llama", model, kind)
+    assert convert(file, tmp_path / "hf") == 0, capsys.readouterr()
+    stored = load_file(tmp_path / "hf" / "model.safetensors")
+    for name in ("model.embed_tokens.weight", "model.layers.1.mlp.down_proj.weight"):
+        blocks = gguf.quantize(model.state_dict()[name].numpy(), kind)
+        assert torch.equal(stored[name].float(), torch.from_numpy(gguf.dequantize(blocks, kind)))
+    assert stored["model.norm.weight"].dtype == torch.float32
+    assert stored["model.embed_tokens.weight"].dtype == (
+        {"F16": torch.float16, "BF16": torch.bfloat16}.get(quantization, torch.float32)
+    )
+
+
+def test_the_type_of_the_result_can_be_chosen(tmp_path):
+    file = write_gguf(tmp_path / "model.gguf", "qwen3", make_model("qwen3"), Quantization.Q8_0)
+    assert convert(file, tmp_path / "hf", "--dtype", "bf16") == 0
+    stored = load_file(tmp_path / "hf" / "model.safetensors")
+    assert {tensor.dtype for tensor in stored.values()} == {torch.bfloat16}
+    assert json.loads((tmp_path / "hf" / "config.json").read_text())["dtype"] == "bfloat16"
+
+
+def test_tokenizer_chat_template_and_end_tokens_are_those_of_the_file(tmp_path):
+    changes = {"tokenizer.ggml.eot_token_id": 1}
+    file = write_gguf(tmp_path / "model.gguf", "qwen2", make_model("qwen2"), changes=changes)
+    assert convert(file, tmp_path / "hf", "--no-verify") == 0
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "hf")
+    chat = [{"role": "user", "content": "hi"}]
+    assert tokenizer.apply_chat_template(chat, tokenize=False) == "hi"
+    assert tokenizer.decode(tokenizer("x = 12")["input_ids"]) == "x = 12"
+    generation = json.loads((tmp_path / "hf" / "generation_config.json").read_text())
+    assert generation["eos_token_id"] == [2, 1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "name", ["qwen2.5-0.5b-instruct", pytest.param("qwen3-4b", marks=pytest.mark.full)]
+)
+def test_texts_have_the_tokens_of_the_original_tokenizer(name, tmp_path):
+    folder = shared_data(f"tokenizers/{name}")
+    original = AutoTokenizer.from_pretrained(folder)
+    merges = json.loads(original.backend_tokenizer.to_str())["model"]["merges"]
+    tokens = sorted(original.get_vocab(), key=original.get_vocab().__getitem__)
+    special = set(original.all_special_tokens)
+    model = make_model("qwen2")
+    model.resize_token_embeddings(len(tokens), mean_resizing=False)
+    changes = {
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.token_type": [3 if token in special else 1 for token in tokens],
+        "tokenizer.ggml.merges": [" ".join(pair) for pair in merges],
+        "tokenizer.ggml.eos_token_id": original.eos_token_id,
+        "tokenizer.ggml.padding_token_id": original.pad_token_id,
+    }
+    file = write_gguf(tmp_path / "model.gguf", "qwen2", model, changes=changes)
+    (tmp_path / "hf").mkdir()
+    open_gguf(file, tmp_path / "hf")
+    converted = AutoTokenizer.from_pretrained(tmp_path / "hf")
+    for text in TEXTS:
+        assert converted(text)["input_ids"] == original(text)["input_ids"]
+
+
+def test_smollm_splits_digits_before_words(tmp_path):
+    """Otherwise the second of two spaces before a number would belong to the number."""
+    changes = {"tokenizer.ggml.pre": "smollm", "tokenizer.ggml.merges": ["\u0120 \u0120", "1 2"]}
+    model = make_model("llama")
+    tokens = ["<s>", "<e>", "<p>", *sorted(_alphabet()), "\u0120\u0120", "12"]
+    tokens += [f"<|{number}|>" for number in range(model.config.vocab_size - len(tokens))]
+    changes |= {"tokenizer.ggml.tokens": tokens, "tokenizer.ggml.token_type": [1] * len(tokens)}
+    file = write_gguf(tmp_path / "model.gguf", "llama", model, changes=changes)
+    (tmp_path / "hf").mkdir()
+    open_gguf(file, tmp_path / "hf")
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "hf")
+    assert tokenizer.tokenize("a  12") == ["a", "\u0120\u0120", "1", "2"]
+
+
+def _alphabet() -> list[str]:
+    from tokenizers.pre_tokenizers import ByteLevel
+
+    return ByteLevel.alphabet()
+
+
+@pytest.mark.parametrize(
+    ("changes", "fragments"),
+    [
+        ({"general.architecture": "mamba"}, ("general.architecture=mamba", "llama", "qwen3")),
+        ({"llama.expert_count": 8}, ("llama.expert_count=8",)),
+        ({"llama.attention.sliding_window": 512}, ("llama.attention.sliding_window=512",)),
+        ({"llama.rope.dimension_count": 8}, ("llama.rope.dimension_count=8", "16")),
+        ({"llama.rope.scaling.type": "longrope", "llama.rope.scaling.factor": 2.0}, ("longrope",)),
+        ({"llama.block_count": 3}, ("missing", "model.layers.2")),
+        ({"llama.block_count": 1}, ("not part of", "model.layers.1")),
+        ({"llama.feed_forward_length": 90}, ("mlp", "90", "96")),
+        ({"llama.embedding_length": None}, ("llama.embedding_length", "missing")),
+        ({"llama.block_count": 0}, ("llama.block_count=0",)),
+        ({"split.count": 3}, ("3 parts", "llama-gguf-split")),
+        ({"tokenizer.ggml.pre": "unheard"}, ("tokenizer.ggml.pre=unheard", "llama-bpe")),
+        ({"tokenizer.ggml.model": "rwkv"}, ("tokenizer",)),
+    ],
+)
+def test_what_is_not_supported_is_refused_by_name(changes, fragments, tmp_path, capsys):
+    file = write_gguf(tmp_path / "model.gguf", "llama", make_model("llama"), changes=changes)
+    assert convert(file, tmp_path / "hf") == 2
+    assert_mentions(" ".join(capsys.readouterr().err.split()), "model.gguf", *fragments)
+    assert not (tmp_path / "hf").exists() and not (tmp_path / "hf.unverified").exists()
+
+
+def test_rotary_divisors_that_no_rope_type_gives_are_refused(tmp_path):
+    model = make_model("llama3")
+    model.model.rotary_emb.inv_freq[1] *= 1.5
+    file = write_gguf(tmp_path / "model.gguf", "llama3", model)
+    with pytest.raises(MsrlError, match=mentions("rope_freqs.weight", "llama3")):
+        open_gguf(file, tmp_path)
+
+
+def test_a_folder_and_a_missing_file_are_refused_with_what_to_name(tmp_path, capsys):
+    write_gguf(tmp_path / "a.gguf", "llama", make_model("llama"))
+    assert convert(tmp_path, tmp_path / "hf") == 2
+    assert_mentions(capsys.readouterr().err, "a.gguf", "folder")
+    assert convert(tmp_path / "none.gguf", tmp_path / "hf") == 2
+    assert_mentions(capsys.readouterr().err, "convert.load", "does not exist")
+
+
+def test_a_truncated_or_altered_file_is_read_or_refused_by_name(tmp_path):
+    """Lengths that an altered byte makes huge are compared with the file before they are used."""
+    whole = write_gguf(tmp_path / "whole.gguf", "llama", make_model("llama")).read_bytes()
+    damaged, draw = tmp_path / "damaged.gguf", random.Random(0)
+    header = whole.index(b"blk.0.")
+    for attempt in range(400):
+        content = bytearray(whole[: draw.randrange(header)] if attempt % 4 == 0 else whole)
+        for _ in range(0 if attempt % 4 == 0 else draw.randrange(1, 4)):
+            content[draw.randrange(min(header + 2000, len(content)))] = draw.choice(
+                (0, 1, 127, 255)
+            )
+        damaged.write_bytes(content)
+        try:
+            file = read_gguf(damaged)
+            for stored in file.tensors.values():
+                stored.read()
+        except (MsrlError, ManyErrors) as error:
+            assert "damaged.gguf" in str(error)
