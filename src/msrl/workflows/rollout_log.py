@@ -63,7 +63,7 @@ class LoggedCompletion:
             "prompt_ids": prompt.token_ids.tolist(),
             "response": completion.text,
             "response_ids": completion.token_ids.tolist(),
-            "logprobs": [round(float(value), 6) for value in completion.logprobs],
+            "logprobs": np.round(completion.logprobs.astype(np.float64), 6).tolist(),
             "answer": record.answer,
             "reward": record.reward,
             "scores": dict(record.scores),
