@@ -17,12 +17,12 @@ from msrl.algorithms import kl_controller
 from msrl.algorithms.rollout_arrays import group_arrays, rollout_arrays
 from msrl.algorithms.selection import sample_weights, trained_samples
 from msrl.algorithms.token_rewards import TokenRewards, discounted, whiten
-from msrl.algorithms.turns import Turns
 from msrl.errors import MsrlError
 from msrl.trainer.objective.losses import required_arguments
 from msrl.types import Completion, Prompt, Reward, RolloutGroup, ScoredGroup
 from prepared_steps import make_step
 from support import mentions
+from turn_arrays import make_turns
 
 PACKAGE = "msrl.algorithms.advantages"
 ESTIMATORS = registry.names(PACKAGE)
@@ -47,12 +47,8 @@ def estimate(name: str, rewards: TokenRewards, **options: Any) -> np.ndarray:
     """
     function = registry.load(PACKAGE, name, key="algo.advantage.estimator").advantages
     sizes = rewards.lengths
-    turns = Turns(
-        np.ones_like(sizes),
-        sizes.ravel(),
-        np.repeat(np.arange(len(sizes)), sizes.shape[1]),
-        complete=rewards.decided,
-    )
+    states = np.repeat(np.arange(len(sizes)), sizes.shape[1])
+    turns = make_turns(np.ones_like(sizes), sizes.ravel(), states, complete=rewards.decided)
     values = {
         "eps": 1e-9,
         "gamma": 0.5,
@@ -323,10 +319,6 @@ def test_gpg_scales_for_groups_without_gradient_or_for_rewards_of_zero():
         estimate("gpg", rewards(scores), count="all")
 
 
-def make_turns(counts, lengths, states) -> Turns:
-    return Turns(np.array(counts), np.array(lengths), np.array(states))
-
-
 def test_gigpo_by_hand_over_anchor_states_of_several_episodes():
     """Two prompts of two episodes each.
 
@@ -386,7 +378,7 @@ def test_returns_of_turns_are_normalized_within_their_scope(scope, scaled):
     """With step_gamma 0, the return of a turn is its reward."""
     states = [5, 6, 5, 5, 5, 5]
     counts = np.array([[2, 1], [1, 2]])
-    turns = Turns(counts, np.ones(6, np.int64), np.array(states), np.array([0, 0]))
+    turns = make_turns(counts, [1] * 6, states)
     token_rewards = rewards([[0.0, 0.0], [0.0, 0.0]], counts.tolist(), np.array(TURN_RETURNS))
     got = estimate(
         "step_reinforce",
@@ -410,7 +402,7 @@ def with_fault(lengths: list[list[int]], turn_rewards: list[float], states: list
     complete = np.ones(counts.shape, np.bool_)
     complete[:, -1] = False
     token_rewards = rewards(np.zeros(counts.shape), lengths, np.array(turn_rewards))
-    turns = Turns(counts, np.ones(len(states), np.int64), np.array(states), None, complete)
+    turns = make_turns(counts, [1] * len(states), states, complete=complete)
     return token_rewards, turns
 
 
@@ -437,7 +429,7 @@ def test_turns_of_a_faulted_episode_do_not_change_those_of_others(name, options)
 @pytest.mark.parametrize("grouping", ["batch", "tag"])
 def test_gigpo_may_compare_episodes_of_several_prompts(grouping):
     counts = np.ones((3, 2), np.int64)
-    turns = Turns(counts, np.ones(6, np.int64), np.arange(6), np.array([0, 1, 0]))
+    turns = make_turns(counts, [1] * 6, np.arange(6), [0, 1, 0])
     totals = np.array([[1.0, 0.0], [4.0, 2.0], [0.0, 2.0]])
     got = estimate(
         "gigpo", rewards(totals.tolist(), counts.tolist()), turns=turns, grouping=grouping

@@ -18,9 +18,10 @@ from msrl import registry
 from msrl.algorithms.mismatch import Correction, off_policy_mask
 from msrl.algorithms.selection import top_share
 from msrl.algorithms.token_rewards import TokenRewards
-from msrl.algorithms.turns import Turns, normalized
+from msrl.algorithms.turns import normalized
 from msrl.trainer.objective.losses import Outputs, PolicyLoss
 from peer_oracle import peer_module, roll_function
+from turn_arrays import make_turns
 
 CORE = "verl.trainer.ppo.core_algos"
 LENGTHS = (24, 1, 7, 13, 5, 19, 2, 11)
@@ -371,7 +372,7 @@ def test_normalization_of_turns_equals_that_of_roll(scope: str, types: tuple[str
     counts, tags = source.integers(1, 5, (6, 4)), np.array([0, 1, 0, 2, 1, 0])
     num_turns = int(counts.sum())
     states = source.integers(0, 3, num_turns)
-    turns = Turns(counts, np.ones(num_turns, np.int64), states, tags)
+    turns = make_turns(counts, [1] * num_turns, states, tags)
     values = source.normal(size=num_turns)
     labels = turns.labels(scope)
     batch = RollBatch(_RollTensors({"scores": torch.tensor(values)}), {"scope": labels.astype(str)})

@@ -120,7 +120,6 @@ def test_z_scores_over_the_step_exclude_filtered_groups(folder: Path):
     np.testing.assert_allclose(
         advantages(prepared), [0.0, 0.0, 2 / 3 * 3**0.5, -1 / 3 * 3**0.5], atol=1e-5
     )
-    assert prepared.is_trained.tolist() == [[False, False], [True, True]]
     assert [mask.any() for mask in prepared.sequences.loss_masks] == [False, False, True, True]
 
 

@@ -17,6 +17,7 @@ from msrl.algorithms.token_rewards import TokenRewards
 from msrl.algorithms.turns import Turns
 from test_imports_commands import changed
 from test_imports_environments import AGENTIC, imported, tree
+from turn_arrays import make_turns
 
 COUNTS = np.array([[1, 3, 2, 1], [4, 1, 2, 3], [2, 2, 1, 5]])  # turns of each episode
 ALONE = np.array([[1], [4], [2]])  # a prompt has one episode, the first of one turn
@@ -44,7 +45,7 @@ def step(
         "state_hash": states.astype(str),
         "state_group_id": states.astype(str),
     }
-    turns = Turns(counts, np.ones(num_turns, np.int64), states, np.arange(len(counts)) % 2)
+    turns = make_turns(counts, [1] * num_turns, states, np.arange(len(counts)) % 2)
     return TokenRewards(np.zeros(counts.shape), counts, rewards), turns, labels
 
 

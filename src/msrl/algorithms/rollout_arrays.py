@@ -67,11 +67,11 @@ class RolloutArrays(GroupArrays):
     versions: Floats  # [N]
     turns: Turns
 
-    def by_token(self, values: NDArray[Number]) -> NDArray[Number]:  # [P, G] -> [N]
+    def repeat_by_token(self, values: NDArray[Number]) -> NDArray[Number]:  # [P, G] -> [N]
         """Repeat one value per completion for its tokens."""
         return np.repeat(values.ravel(), self.lengths.ravel())
 
-    def by_sequence(self, values: NDArray[Number]) -> NDArray[Number]:  # [P, G] -> [S]
+    def repeat_by_sequence(self, values: NDArray[Number]) -> NDArray[Number]:  # [P, G] -> [S]
         """Repeat one value per completion for its sequences."""
         return np.repeat(values.ravel(), self.counts)
 

@@ -26,17 +26,17 @@ class Turns:
 
     Equal `states` of one prompt are equal observations. Episodes without a real score, such as
     those whose environment failed, are not `complete`: estimators leave their turns out of all
-    statistics, with advantage 0. `environment_rewards` are 0 for turns without a reward, and turns
-    that are `invalid` had no action of the environment; None: no turn has any.
+    statistics, with advantage 0. Rewards of the environment are 0 for turns without one. A turn
+    that is `invalid` had no action of the environment.
     """
 
     counts: NDArray[np.int64]  # [P, G], turns of each episode
     lengths: NDArray[np.int64]  # [K], tokens of each turn
     states: NDArray[np.int64]  # [K]
-    tags: NDArray[np.int64] | None = None  # [P], tag or environment of each prompt
-    complete: NDArray[np.bool_] | None = None  # [P, G]; None: all
-    environment_rewards: Reals | None = None  # [K]
-    invalid: NDArray[np.bool_] | None = None  # [K]
+    tags: NDArray[np.int64]  # [P], tag or environment of each prompt
+    complete: Flags  # [P, G]
+    environment_rewards: Reals  # [K]
+    invalid: Flags  # [K]
 
     def __post_init__(self) -> None:
         num_turns = int(self.counts.sum())
@@ -51,20 +51,14 @@ class Turns:
             )
 
     @property
-    def complete_episodes(self) -> NDArray[np.bool_]:  # [P, G]
-        """Episodes with a real score."""
-        return np.ones(self.counts.shape, np.bool_) if self.complete is None else self.complete
-
-    @property
-    def complete_turns(self) -> NDArray[np.bool_]:  # [K]
+    def complete_turns(self) -> Flags:  # [K]
         """Turns of episodes with a real score."""
-        return np.repeat(self.complete_episodes.ravel(), self.counts.ravel())
+        return np.repeat(self.complete.ravel(), self.counts.ravel())
 
     @property
-    def valid_tokens(self) -> NDArray[np.bool_]:  # [N]
+    def valid_tokens(self) -> Flags:  # [N]
         """Tokens of turns with an action of the environment."""
-        valid = np.ones(self.lengths.shape, np.bool_) if self.invalid is None else ~self.invalid
-        return np.repeat(valid, self.lengths)
+        return np.repeat(~self.invalid, self.lengths)
 
     @property
     def prompts(self) -> NDArray[np.int64]:  # [K]
@@ -99,7 +93,7 @@ class Turns:
             return np.unique(pairs, axis=1, return_inverse=True)[1].ravel()
         if scope == "group":
             return prompts
-        if scope == "tag" and self.tags is not None:
+        if scope == "tag":
             return self.tags[prompts]
         return np.zeros_like(prompts)
 
@@ -144,8 +138,6 @@ def with_turn_rewards(rewards: TokenRewards, turns: Turns, weight: float) -> Tok
         turns: Turns of the episodes.
         weight: Factor of the environment's rewards in the scores.
     """
-    if turns.environment_rewards is None:
-        return rewards
     early = weight * turns.environment_rewards
     counts = turns.counts.ravel()
     early[counts.cumsum()[counts > 0] - 1] = 0.0

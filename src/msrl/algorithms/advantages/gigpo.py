@@ -46,13 +46,13 @@ def advantages(
     prompts = np.zeros(len(totals), np.int64)
     if grouping == "group":
         prompts = np.arange(len(totals))
-    elif grouping == "tag" and checked.tags is not None:
+    elif grouping == "tag":
         prompts = checked.tags
     counts = checked.counts.ravel()
     repeats = counts if count == "turns" else np.ones_like(counts)
     values = np.repeat(totals.ravel(), repeats)
     labels = np.repeat(np.repeat(prompts, totals.shape[1]), repeats)
-    complete = np.repeat(checked.complete_episodes.ravel(), repeats)
+    complete = np.repeat(checked.complete.ravel(), repeats)
     if grouping == "group":
         values = _compared(values, labels, complete, eps, normalize=normalize)
     else:

@@ -75,7 +75,7 @@ def teacher_fields(
     fields = dict[str, tuple[Floats, ...]]()
     for number, teacher in enumerate(teachers):
         weights = (teacher.weight * taught(teacher, arrays)).astype(np.float32)
-        fields[teacher_weight(number)] = arrays.scatter(arrays.by_token(weights))
+        fields[teacher_weight(number)] = arrays.scatter(arrays.repeat_by_token(weights))
     return fields
 
 

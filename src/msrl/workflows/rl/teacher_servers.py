@@ -62,7 +62,7 @@ class TeacherServers:
         with ExitStack() as stack:
             pending: list[tuple[TeacherServer, dict[int, Future[Floats]]]] = []
             for server in self._servers:
-                selected = arrays.by_sequence(taught(server.section, arrays) & is_trained)
+                selected = arrays.repeat_by_sequence(taught(server.section, arrays) & is_trained)
                 numbers = np.flatnonzero(selected).tolist()
                 requests = _start_requests(server, arrays.sequences, numbers)
                 for request in requests.values():

@@ -123,7 +123,7 @@ def _sample_metrics(
 ) -> dict[str, float]:
     metrics = dict[str, float]()
     if taught is not None:
-        tokens = arrays.by_token(is_trained)
+        tokens = arrays.repeat_by_token(is_trained)
         metrics["distill_kl"] = -float(taught[tokens].sum()) / max(1, int(tokens.sum()))
     if not is_trained.all():
         metrics["masked"] = 1.0 - float(is_trained.mean())
@@ -209,7 +209,7 @@ def _finished(
     weights = sample_weights(
         arrays.lengths, rewards.trained, by_length=weight.length, difficulties=difficulties
     )
-    return advantages * arrays.by_token(weights)
+    return advantages * arrays.repeat_by_token(weights)
 
 
 def _divergence(arrays: RolloutArrays, values: StepValues, config: Config) -> Reals | None:  # [N]

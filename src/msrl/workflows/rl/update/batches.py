@@ -43,7 +43,6 @@ class PreparedStep:
 
     Attributes:
         arrays: Arrays of the groups of the step.
-        is_trained: Completions that the updates train on.
         trainable: Tokens of each sequence that have a loss if its completion is trained on.
         sequences: Sequences with the fields of the policy's loss. Their loss masks select the
             trained tokens.
@@ -52,7 +51,6 @@ class PreparedStep:
     """
 
     arrays: RolloutArrays
-    is_trained: Flags  # [P, G]
     trainable: tuple[Bools, ...]  # S of [T]
     sequences: Sequences
     metrics: Mapping[str, float]
@@ -71,13 +69,13 @@ def prepared_step(
     trainable = arrays.sequences.loss_masks
     if config.algo.mask.invalid_actions:
         trainable = arrays.scatter(arrays.turns.valid_tokens)
-    flags = arrays.by_sequence(is_trained)
+    flags = arrays.repeat_by_sequence(is_trained)
     masks = tuple(mask & flag for mask, flag in zip(trainable, flags, strict=True))
     fields = {
         "advantages": arrays.scatter(advantages.advantages.astype(np.float32)),
         **arrays.sequences.fields,
         **_value_fields(values, config),
-        **completion_fields(arrays, config.algo),
+        **_completion_fields(arrays, config.algo),
     }
     routes = arrays.sequences.routes if values.routes is None else values.routes
     sequences = Sequences(arrays.sequences.token_ids, masks, fields, routes)
@@ -90,7 +88,7 @@ def prepared_step(
             },
             routes=None,
         )
-    return PreparedStep(arrays, is_trained, trainable, sequences, metrics, critic)
+    return PreparedStep(arrays, trainable, sequences, metrics, critic)
 
 
 def _value_fields(values: StepValues, config: Config) -> dict[str, tuple[Floats, ...]]:
@@ -107,13 +105,13 @@ def _value_fields(values: StepValues, config: Config) -> dict[str, tuple[Floats,
     return fields
 
 
-def completion_fields(arrays: RolloutArrays, algo: AlgoConfig) -> dict[str, tuple[Floats, ...]]:
+def _completion_fields(arrays: RolloutArrays, algo: AlgoConfig) -> dict[str, tuple[Floats, ...]]:
     """Return the fields that the policy's loss reads of prompts, completions and versions."""
     fields = teacher_fields(arrays, algo.distill.on_ranks)
     if algo.old_logprobs == "log-linear":
         fields["behavior_versions"] = arrays.scatter(arrays.versions)
     if algo.options.get("split") == "reward":
-        rewards = arrays.by_token(arrays.rewards).astype(np.float32)
+        rewards = arrays.repeat_by_token(arrays.rewards).astype(np.float32)
         fields["scores"] = arrays.scatter(rewards)
     return fields
 
