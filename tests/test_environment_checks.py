@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from msrl.checks.effects import check_effects
 from msrl.checks.environment import check_environment
 from msrl.checks.validate import find_errors
 from msrl.config.loader import load
@@ -33,7 +34,8 @@ OWN = "path=walk.py:Walk"
 
 
 def errors(*sets: str) -> list[str]:
-    return list(check_environment(load(sets=sets)))
+    resolved = load(sets=sets)
+    return [*check_environment(resolved), *check_effects(resolved, "train-grpo")]
 
 
 @pytest.mark.parametrize(

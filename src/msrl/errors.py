@@ -109,10 +109,15 @@ def similar(
     return same_part[:3] or difflib.get_close_matches(word, names, n=1)
 
 
+def alternatives(words: Sequence[str]) -> str:
+    """Return words as text such as `a, b or c`."""
+    *first, last = words
+    return f"{', '.join(first)} or {last}" if first else last
+
+
 def did_you_mean(words: Sequence[str]) -> str:
     """Return a suggestion such as `did you mean 'a', 'b' or 'c'?`."""
-    *first, last = [repr(word) for word in words]
-    return f"did you mean {', '.join(first)} or {last}?" if first else f"did you mean {last}?"
+    return f"did you mean {alternatives([repr(word) for word in words])}?"
 
 
 def nearest(

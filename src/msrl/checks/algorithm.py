@@ -53,10 +53,6 @@ def check_sft_aggregate(resolved: Resolved) -> Iterator[str]:
             "algo.aggregate.mode", "train-sft has token-mean and micro-batch-mean only."
         )
         return
-    if aggregate.tokens_per_group is not None:
-        message = "is a key of train-grpo. Set algo.aggregate.samples_per_group."
-        yield resolved.mistake("algo.aggregate.tokens_per_group", message)
-        return
     yield from check_aggregate(resolved)
 
 
@@ -66,22 +62,11 @@ def check_aggregate(resolved: Resolved) -> Iterator[str]:
     sizes = ("samples_per_group", "tokens_per_group")
     modes = {"algo.aggregate.mode": aggregate.mode, "algo.value.aggregate": value}
     grouped = [key for key, mode in modes.items() if mode == "micro-batch-mean"]
-    for name in sizes:
-        if getattr(aggregate, name) is not None and not grouped:
-            yield resolved.mistake(
-                f"algo.aggregate.{name}",
-                f"has no effect with algo.aggregate.mode={aggregate.mode}. Remove it.",
-            )
     if grouped and all(getattr(aggregate, name) is None for name in sizes):
         yield resolved.mistake(
             grouped[0],
             "needs the size of its groups. Set algo.aggregate.samples_per_group or "
             "algo.aggregate.tokens_per_group.",
-        )
-    if aggregate.constant is not None and "seq-sum-over-constant" not in modes.values():
-        yield resolved.mistake(
-            "algo.aggregate.constant",
-            f"has no effect with algo.aggregate.mode={aggregate.mode}. Remove it.",
         )
 
 
@@ -99,20 +84,6 @@ def _estimator(resolved: Resolved) -> Iterator[str]:
         yield resolved.mistake(
             "algo.advantage.estimator",
             "needs episodes with several turns. Set environment.name, or choose another estimator.",
-        )
-    if resolved.is_changed("algo.advantage.lambda") and not plugin.has_parameter(
-        "advantages", "lam"
-    ):
-        yield resolved.mistake(
-            "algo.advantage.lambda",
-            f"has no effect with algo.advantage.estimator={name}. Use gae or remove it.",
-        )
-    if resolved.config.algo.advantage.gamma != 1.0 and not plugin.has_parameter(
-        "advantages", "gamma"
-    ):
-        yield resolved.mistake(
-            "algo.advantage.gamma",
-            f"has no effect with algo.advantage.estimator={name}. Set it to 1.",
         )
 
 
@@ -134,32 +105,19 @@ def _same_scale(resolved: Resolved, name: str) -> Iterator[str]:
 
 
 def _loss(resolved: Resolved) -> Iterator[str]:
-    """Yield a line for each key that the chosen loss does not read."""
+    """Check the bounds of the clip range, and that the loss does not define the ratio."""
     algo = resolved.config.algo
     clip = algo.clip
-    clip_keys = [
-        key
-        for key in ("low", "high", "dual")
-        if resolved.is_changed(f"algo.clip.{key}") and getattr(clip, key) is not None
-    ]
     if clip.dual is not None and clip.dual <= 1.0 + clip.high:
         yield resolved.mistake(
             "algo.clip.dual", f"must be above 1 + algo.clip.high = {1.0 + clip.high:g}"
         )
-    if not clip_keys and algo.ratio == "token":
-        return
     plugin = declaration(LOSSES, algo.policy_loss, key="algo.policy_loss")
     if algo.ratio == "sequence" and plugin.constant("OWN_RATIO"):
         yield resolved.mistake(
             "algo.ratio",
             f"algo.policy_loss={algo.policy_loss} defines its own ratio. Set algo.ratio to token.",
         )
-    for key in clip_keys:
-        if not plugin.has_parameter("policy_loss", "dual" if key == "dual" else f"clip_{key}"):
-            yield resolved.mistake(
-                f"algo.clip.{key}",
-                f"has no effect with algo.policy_loss={algo.policy_loss}. Remove it.",
-            )
 
 
 def _one_advantage(resolved: Resolved) -> Iterator[str]:
@@ -243,22 +201,11 @@ def _has_clip(policy_loss: str) -> bool:
 def _kl(resolved: Resolved) -> Iterator[str]:
     kl = resolved.config.algo.kl
     yield from _kl_bias_correction(resolved)
-    if kl.controller.kind == "adaptive":
-        if kl.controller.target is None:
-            yield resolved.mistake(
-                "algo.kl.controller.kind",
-                "needs a target. Set algo.kl.controller.target to the desired mean divergence per "
-                "token.",
-            )
-        if not kl.reward.coef and not kl.loss.coef:
-            yield resolved.mistake(
-                "algo.kl.controller.kind",
-                "has no coefficient to adapt. Set algo.kl.loss.coef or algo.kl.reward.coef.",
-            )
-    elif kl.controller.target is not None:
+    if kl.controller.kind == "adaptive" and kl.controller.target is None:
         yield resolved.mistake(
-            "algo.kl.controller.target",
-            "has no effect with a fixed coefficient. Set algo.kl.controller.kind to adaptive.",
+            "algo.kl.controller.kind",
+            "needs a target. Set algo.kl.controller.target to the desired mean divergence per "
+            "token.",
         )
 
 
@@ -267,8 +214,6 @@ def _kl_bias_correction(resolved: Resolved) -> Iterator[str]:
     if not loss.bias_correction:
         return
     key = "algo.kl.loss.bias_correction"
-    if not loss.coef:
-        yield resolved.mistake(key, "has no KL term to correct. Set algo.kl.loss.coef.")
     if loss.estimator not in ("k1", "k3"):
         yield resolved.mistake(
             key,
@@ -304,11 +249,6 @@ def _mismatch(resolved: Resolved) -> Iterator[str]:
     if mismatch.low >= mismatch.high:
         yield resolved.mistake(
             "algo.mismatch.low", f"must be below algo.mismatch.high={mismatch.high}"
-        )
-    if mismatch.normalize and mismatch.weight == "none":
-        yield resolved.mistake(
-            "algo.mismatch.normalize",
-            "has no weights to normalize. Set algo.mismatch.weight to token or sequence.",
         )
     filters = _sampling_filters(resolved)
     for key in ("weight", "filter", "off_policy_limit"):

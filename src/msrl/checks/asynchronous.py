@@ -6,7 +6,6 @@ from collections.abc import Iterator
 
 from msrl.config.loader import Resolved
 from msrl.config.schema import AlgoConfig
-from msrl.config.sections.rollout import AsyncConfig
 from msrl.plan.derived import num_separate_devices, updates_per_step
 from msrl.registry import LOSSES
 from msrl.registry.declarations import declaration
@@ -17,9 +16,7 @@ def check_async(resolved: Resolved) -> Iterator[str]:
     """Yield a line for each setting of `rollout.async` that is invalid or has no effect."""
     options = resolved.config.rollout.asynchronous
     if not options.is_on:
-        yield from _check_synchronous(resolved, options)
         return
-    yield from _check_combinations(resolved, options)
     yield from _check_unsupported(resolved)
     if not options.allow_uncorrected and not is_corrected(resolved.config.algo):
         yield resolved.mistake(
@@ -38,9 +35,6 @@ def check_old_logprobs(resolved: Resolved) -> Iterator[str]:
     if algo.mismatch.normalize:
         message = f"needs the log-probabilities of the trainer, but {key}. Set it to false."
         yield resolved.mistake("algo.mismatch.normalize", message)
-    if algo.old_logprobs == "behavior" and algo.mismatch.weight != "none":
-        message = f"has no effect with {key}, whose ratio contains this weight. Set it to none."
-        yield resolved.mistake("algo.mismatch.weight", message)
     if algo.old_logprobs == "log-linear" and updates_per_step(resolved.config) == 1:
         yield resolved.mistake(
             "algo.old_logprobs",
@@ -67,36 +61,10 @@ def _uses_ratio(algo: AlgoConfig) -> bool:
     return not loss.constant("NO_RATIO")
 
 
-def _check_synchronous(resolved: Resolved, options: AsyncConfig) -> Iterator[str]:
-    """Yield a line for each option that needs staleness."""
-    for name in type(options).model_fields:
-        if name != "max_staleness" and resolved.is_changed(f"rollout.async.{name}"):
-            yield resolved.mistake(
-                f"rollout.async.{name}",
-                "has no effect with rollout.async.max_staleness=0. Set that key to 1 or more.",
-            )
-
-
-def _check_combinations(resolved: Resolved, options: AsyncConfig) -> Iterator[str]:
-    if options.weight_update != "drain":
-        return
-    message = "has no effect with rollout.async.weight_update=drain. Remove it."
-    if options.partial:
-        yield resolved.mistake("rollout.async.partial", message)
-    if not options.recompute_kv:
-        yield resolved.mistake("rollout.async.recompute_kv", message)
-
-
 def _check_unsupported(resolved: Resolved) -> Iterator[str]:
     """Yield a line for each other key that asynchronous rollouts cannot use."""
     config = resolved.config
     has_ranks = num_separate_devices(config.cluster.roles.reward) > 0
-    if config.rollout.filter.extra_prompts:
-        yield resolved.mistake(
-            "rollout.filter.extra_prompts",
-            "has no effect with rollout.async.max_staleness above 0, where engines sample groups "
-            "of later steps anyway. Remove it.",
-        )
     if config.rollout.engine.options.get("async_scheduling"):
         yield resolved.mistake(
             "rollout.engine.options.async_scheduling",

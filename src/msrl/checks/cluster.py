@@ -34,18 +34,6 @@ def check_tls(resolved: Resolved) -> Iterator[str]:
     yield from _check_contents(resolved, paths)
 
 
-def check_tls_of_run(resolved: Resolved) -> Iterator[str]:
-    """Check `cluster.tls` of a training, which uses it in a cluster only."""
-    yield from check_tls(resolved)
-    section = resolved.config.cluster
-    if section.address is None and any(getattr(section.tls, name) for name in _NAMES):
-        yield resolved.mistake(
-            "cluster.tls",
-            "has no effect without cluster.address: a run on one machine listens on loopback. "
-            "Remove it.",
-        )
-
-
 def _check_contents(resolved: Resolved, paths: dict[str, Path]) -> Iterator[str]:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     try:

@@ -206,7 +206,6 @@ def check_generate(resolved: Resolved) -> Iterator[str]:
             "generate.num_samples",
             "all samples are identical at temperature 0. Set generate.temperature above 0.",
         )
-    yield from _check_filters(resolved, "generate", generate.temperature)
 
 
 def check_chat(resolved: Resolved) -> Iterator[str]:
@@ -215,12 +214,7 @@ def check_chat(resolved: Resolved) -> Iterator[str]:
     yield from check_template(resolved, "chat.template")
     yield from check_folder(resolved, "chat.lora")
     yield from _check_raw(resolved, "chat", resolved.config.chat)
-    if resolved.is_changed("chat.history_keeps") and resolved.config.chat.history_turns is None:
-        yield resolved.mistake(
-            "chat.history_keeps", "is read with chat.history_turns only. Set it."
-        )
     yield from check_temperature(resolved, "chat.temperature")
-    yield from _check_filters(resolved, "chat", resolved.config.chat.temperature)
 
 
 def _check_raw(
@@ -232,13 +226,3 @@ def _check_raw(
         yield resolved.mistake(
             f"{section}.raw", "uses texts unchanged. Remove template, system and enable_thinking."
         )
-
-
-def _check_filters(resolved: Resolved, section: str, temperature: float) -> Iterator[str]:
-    """Check that the filters of sampling have an effect."""
-    for name in ("top_p", "top_k", "min_p"):
-        if not temperature and resolved.is_changed(f"{section}.{name}"):
-            yield resolved.mistake(
-                f"{section}.{name}",
-                f"has no effect on greedy sampling. Set {section}.temperature above 0.",
-            )

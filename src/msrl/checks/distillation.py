@@ -18,17 +18,12 @@ from msrl.rollout.teacher_server import key_refusal, url_refusal
 
 # Keys of `algo` that train-distill reads, besides those that it implies.
 _KEYS = ("distill", "aggregate", "entropy_coef", "mask.truncated")
-_SERVER_KEYS = ("served_name", "api_key", "timeout_s", "retries", "concurrency")
 
 
 def check_distill(resolved: Resolved) -> Iterator[str]:
     """Yield a line for each setting of `algo.distill` that is invalid or has no effect."""
     distill = resolved.config.algo.distill
     if not distill.is_on:
-        for key in changed_keys(resolved, "algo.distill"):
-            yield resolved.mistake(
-                key, "has no effect without teachers. Set algo.distill.teachers."
-            )
         return
     plugin = (DIVERGENCES, distill.divergence, "divergence")
     yield from plugins.check_options(resolved, "algo.distill.options", plugin)
@@ -66,9 +61,6 @@ def _server(resolved: Resolved, number: int, teacher: TeacherConfig) -> Iterator
         )
         return
     if teacher.url is None:
-        for name in _SERVER_KEYS:
-            if name in teacher.model_fields_set:
-                yield f"{section}.{name}: has no effect without url. Remove it."
         return
     if reason := url_refusal(teacher.url):
         yield resolved.mistake(f"{section}.url", reason)
@@ -106,12 +98,6 @@ def _advantages(resolved: Resolved) -> Iterator[str]:
         )
 
 
-def check_no_distillation(resolved: Resolved) -> Iterator[str]:
-    """Yield a line for each changed key of `algo.distill` in a training that does not read it."""
-    for key in changed_keys(resolved, "algo.distill"):
-        yield resolved.mistake(key, "is a key of train-distill and train-grpo only. Remove it.")
-
-
 def check_teachers(resolved: Resolved, plan: RunPlan) -> Iterator[str]:
     """Yield a line for each teacher on the ranks that does not fit the policy."""
     for number, section in enumerate(resolved.config.algo.distill.teachers):
@@ -145,12 +131,6 @@ def check_train_distill(resolved: Resolved) -> Iterator[str]:
             "teacher, or use train-grpo.",
         )
     yield from _other_keys(resolved)
-    if config.rollout.asynchronous.is_on:
-        yield resolved.mistake(
-            "rollout.async.max_staleness",
-            "is not supported in train-distill, which trains on samples of the current policy. "
-            "Set it to 0.",
-        )
     if config.environment.is_on and not config.environment.is_single_turn:
         yield resolved.mistake(
             "environment", "is not supported in train-distill. Remove the section."
@@ -165,10 +145,6 @@ def check_train_distill(resolved: Resolved) -> Iterator[str]:
 def _other_keys(resolved: Resolved) -> Iterator[str]:
     """Yield a line for each changed key that train-distill does not read."""
     has_servers, implied = resolved.config.algo.distill.has_servers, implied_values(resolved.config)
-    for section in ("rollout.filter", "rollout.async"):
-        for key in changed_keys(resolved, section):
-            if key != "rollout.async.max_staleness":
-                yield resolved.mistake(key, "has no effect in train-distill. Remove it.")
     keys = (*_KEYS, "advantage.clip") if has_servers else _KEYS
     reason = "has no effect in train-distill, whose loss has no reward. Remove it."
     if has_servers:

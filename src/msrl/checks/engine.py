@@ -51,12 +51,6 @@ def check_engines(resolved: Resolved, plan: RunPlan) -> Iterator[str]:
             f"must be 1 or rollout.engine.tp={engine.tp}: vLLM distributes experts over all "
             "devices of an engine",
         )
-    if plan.has_separate_engines and engine.sleep:
-        yield resolved.mistake(
-            "rollout.engine.sleep",
-            "has no effect with cluster.roles.rollout.devices: no other role needs the memory. "
-            "Remove it.",
-        )
 
 
 def _too_few_devices(resolved: Resolved, plan: RunPlan, count: int, devices: int) -> str:

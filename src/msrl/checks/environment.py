@@ -19,15 +19,6 @@ def check_environment(resolved: Resolved) -> Iterator[str]:
     """Yield a line for each setting of the environment that is invalid or has no effect."""
     section = resolved.config.environment
     if not section.is_on:
-        if resolved.config.algo.mask.invalid_actions:
-            yield resolved.mistake(
-                "algo.mask.invalid_actions", "has no effect without environment.name. Set that key."
-            )
-        for name in type(section).model_fields:
-            if resolved.is_changed(f"environment.{name}"):
-                yield resolved.mistake(
-                    f"environment.{name}", "has no effect without environment.name. Set that key."
-                )
         return
     yield from _sources(resolved, section)
     yield from _tool_format(resolved, section)
@@ -37,12 +28,6 @@ def check_environment(resolved: Resolved) -> Iterator[str]:
         yield resolved.mistake(
             "environment.max_tokens",
             f"must be at most {longest}, rollout.max_prompt_tokens + rollout.max_response_tokens",
-        )
-    if section.lockstep and resolved.config.rollout.asynchronous.is_on:
-        yield resolved.mistake(
-            "environment.lockstep",
-            "has no effect with rollout.async, whose episodes do not wait for each other. Remove "
-            "it.",
         )
     yield from _rewards(resolved, section)
 

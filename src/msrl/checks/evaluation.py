@@ -8,15 +8,6 @@ from msrl.config.loader import Resolved
 from msrl.plan.run_plan import RunPlan
 from msrl.rewards import sources
 
-_GRPO_ONLY = (
-    "at_start",
-    "samples_per_prompt",
-    "max_response_tokens",
-    "sampling",
-    "source",
-    "right_from",
-)
-
 
 def check_evaluation(resolved: Resolved) -> Iterator[str]:
     """Check the evaluation settings of all training commands."""
@@ -25,15 +16,6 @@ def check_evaluation(resolved: Resolved) -> Iterator[str]:
         yield resolved.mistake(
             "data.eval_fraction", "conflicts with data.eval. Set only one of them."
         )
-    if config.data.eval_rows == "last" and not config.data.eval_fraction:
-        message = "has no effect without data.eval_fraction. Set it, or remove this key."
-        yield resolved.mistake("data.eval_rows", message)
-    for key, is_set in (
-        ("eval.patience", config.eval.patience is not None),
-        ("checkpoint.keep_best", config.checkpoint.keep_best),
-    ):
-        if is_set and config.eval.every_steps is None:
-            yield resolved.mistake(key, "needs evaluations. Set eval.every_steps.")
 
 
 def check_sft_evaluation(resolved: Resolved) -> Iterator[str]:
@@ -49,16 +31,6 @@ def check_sft_evaluation(resolved: Resolved) -> Iterator[str]:
         yield resolved.mistake("eval.every_steps", message)
 
 
-def check_grpo_only_keys(resolved: Resolved) -> Iterator[str]:
-    """Yield a line for each key that only train-grpo reads."""
-    for name in _GRPO_ONLY:
-        if _is_set(resolved, f"eval.{name}"):
-            yield resolved.mistake(
-                _first(resolved, f"eval.{name}"),
-                "is a key of train-grpo, which no other training reads. Remove it.",
-            )
-
-
 def check_grpo_evaluation(resolved: Resolved, plan: RunPlan) -> Iterator[str]:
     """Check the evaluation settings of train-grpo: prompts, sampling, lengths and source."""
     section = resolved.config.eval
@@ -68,12 +40,6 @@ def check_grpo_evaluation(resolved: Resolved, plan: RunPlan) -> Iterator[str]:
                 f"eval.{key}", "needs held-out data. Set data.eval to its prefix."
             )
     if section.every_steps is None and not section.at_start:
-        for key in ("eval.prompts", *(f"eval.{name}" for name in _GRPO_ONLY)):
-            if _is_set(resolved, key):
-                yield resolved.mistake(
-                    _first(resolved, key),
-                    "has no effect without evaluations. Set eval.every_steps.",
-                )
         return
     yield from check_eval_sampling(resolved)
     yield from _lengths(resolved, plan)
@@ -81,22 +47,14 @@ def check_grpo_evaluation(resolved: Resolved, plan: RunPlan) -> Iterator[str]:
 
 
 def check_eval_sampling(resolved: Resolved) -> Iterator[str]:
-    """Check that the settings of sampling have an effect."""
+    """Check that several samples of a prompt can differ."""
     section = resolved.config.eval
-    if section.sampling.temperature > 0:
-        return
-    if section.samples_per_prompt > 1:
+    if section.sampling.temperature == 0 and section.samples_per_prompt > 1:
         message = (
             "greedy responses to a prompt are identical. "
             "Set eval.sampling.temperature above 0, or use 1 sample."
         )
         yield resolved.mistake("eval.samples_per_prompt", message)
-    for name in ("top_p", "top_k", "min_p"):
-        if resolved.is_changed(f"eval.sampling.{name}"):
-            yield resolved.mistake(
-                f"eval.sampling.{name}",
-                "has no effect on greedy sampling. Set eval.sampling.temperature above 0.",
-            )
 
 
 def _lengths(resolved: Resolved, plan: RunPlan) -> Iterator[str]:
@@ -123,29 +81,8 @@ def check_eval_source(resolved: Resolved) -> Iterator[str]:
     """Check that eval.source names a reward source."""
     name = resolved.config.eval.source
     known = [sources.Source.of(section).label for section in resolved.config.reward.sources]
-    if not known:
-        for key in ("eval.source", "eval.right_from"):
-            if _is_set(resolved, key):
-                yield resolved.mistake(
-                    key, "has no effect without reward.sources: the environment decides. Remove it."
-                )
-    elif name is not None and name not in known:
+    if name is not None and known and name not in known:
         yield resolved.mistake(
             "eval.source",
             f"is not a reward source. Choose one of reward.sources: {', '.join(known)}.",
         )
-
-
-def _is_set(resolved: Resolved, key: str) -> bool:
-    """Return True if the user set a key of `eval` to a value other than null or false."""
-    return resolved.is_changed(key) and resolved.value(key) not in (None, False)
-
-
-def _first(resolved: Resolved, key: str) -> str:
-    """Return the first set key of a section, or `key` itself."""
-    below = (
-        name
-        for name, origin in resolved.origins.items()
-        if name.startswith(f"{key}.") and origin.is_given
-    )
-    return next(below, key)

@@ -136,16 +136,6 @@ def _check_text(resolved: Resolved, plan: RunPlan) -> Iterator[str]:
         yield resolved.mistake(
             "data.seq_length", message if data.seq_length is not None else f"missing: {message}"
         )
-    for key, is_set in (
-        ("pack", data.pack),
-        ("eval_fraction", data.eval_fraction > 0),
-        ("too_long", data.too_long != "refuse"),
-    ):
-        if is_set:
-            yield resolved.mistake(
-                f"data.{key}",
-                "has no effect with data.handler=pretrain, which splits text into rows. Remove it.",
-            )
 
 
 def check_examples(resolved: Resolved, plan: RunPlan) -> Iterator[str]:
@@ -180,8 +170,6 @@ def check_blend(resolved: Resolved) -> Iterator[str]:
 
 
 def check_prompts(resolved: Resolved, plan: RunPlan) -> Iterator[str]:
-    if resolved.config.data.handler is not None:
-        yield resolved.mistake("data.handler", "is a key of train-sft only. Remove it.")
     yield from check_blend(resolved)
     remedy = "with a handler for prompts such as r1, or --kind prompts"
     yield from check_kind(resolved, plan, "prompts", remedy)

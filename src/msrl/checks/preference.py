@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from msrl.checks import plugins
 from msrl.checks.inputs import check_blend, check_blend_fraction, check_kind, check_model_path
-from msrl.checks.roles import Longest, check_fit, check_unused_roles
+from msrl.checks.roles import Longest, check_fit
 from msrl.config.loader import Resolved
 from msrl.config.schema import Config
 from msrl.models.paths import is_hf, is_mcore
@@ -36,7 +36,6 @@ def check_preference(resolved: Resolved, plan: RunPlan) -> Iterator[str]:
     yield from _reference(resolved, plan)
     yield from _labeled(resolved)
     yield from check_preference_data(resolved)
-    yield from check_algo_keys(resolved, "preference", "train-dpo")
 
 
 def check_reward_model(resolved: Resolved, plan: RunPlan) -> Iterator[str]:
@@ -44,21 +43,7 @@ def check_reward_model(resolved: Resolved, plan: RunPlan) -> Iterator[str]:
     kind = "steps" if plan.trains_steps else "pairs"
     yield from check_kind(resolved, plan, kind, _REMEDIES[kind])
     yield from check_preference_data(resolved)
-    yield from check_algo_keys(resolved, "reward_model", "train-rm")
-    yield from check_unused_roles(resolved, "train-rm")
-    if resolved.config.train.chunk is not None:
-        yield resolved.mistake(
-            "train.chunk",
-            "has no effect in train-rm, which computes no logits over the vocabulary. Remove it.",
-        )
     yield from _score_export(resolved, plan)
-    unread = "center_coef" if plan.trains_steps else "reward_tokens"
-    for key in changed_keys(resolved, "algo.reward_model"):
-        if key.endswith(unread):
-            model = resolved.config.algo.reward_model.kind
-            yield resolved.mistake(
-                key, f"has no effect with algo.reward_model.kind={model}. Remove it."
-            )
 
 
 def _score_export(resolved: Resolved, plan: RunPlan) -> Iterator[str]:
@@ -101,7 +86,6 @@ def _reference(resolved: Resolved, plan: RunPlan) -> Iterator[str]:
             "cluster.roles.reference: train-dpo has no separate devices for the reference. Only "
             "load can be set. Use algo.preference.reference=precomputed to save memory."
         )
-    yield from check_unused_roles(resolved, "train-dpo", used="reference")
 
 
 def _longest_side(plan: RunPlan) -> Longest | None:
@@ -135,25 +119,8 @@ def _labeled(resolved: Resolved) -> Iterator[str]:
 
 def check_preference_data(resolved: Resolved) -> Iterator[str]:
     """Yield a line for each setting of `data` that trainings on preference data do not support."""
-    data = resolved.config.data
-    if data.handler is not None:
-        yield resolved.mistake("data.handler", "is a key of train-sft only. Remove it.")
     yield from check_blend(resolved)
     yield from check_blend_fraction(resolved)
-
-
-def check_algo_keys(resolved: Resolved, own: str, command: str) -> Iterator[str]:
-    """Yield a line for each key of `algo` outside of the section `own` that is changed."""
-    for key in changed_keys(resolved, "algo"):
-        if key.split(".")[1] != own:
-            yield resolved.mistake(key, f"has no effect in {command}. Remove it.")
-
-
-def check_no_preference(resolved: Resolved) -> Iterator[str]:
-    """Yield a line for each changed key of `algo` that only train-dpo or train-rm reads."""
-    for section, command in (("preference", "train-dpo"), ("reward_model", "train-rm")):
-        for key in changed_keys(resolved, f"algo.{section}"):
-            yield resolved.mistake(key, f"is a key of {command} only. Remove it.")
 
 
 def changed_keys(resolved: Resolved, section: str) -> Iterator[str]:

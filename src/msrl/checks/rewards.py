@@ -73,12 +73,3 @@ def _reward_steps(resolved: Resolved) -> Iterator[str]:
             "reward.length.coef",
             "compares the samples of a prompt. Set rollout.samples_per_prompt to 2 or more.",
         )
-    switches = (
-        ("overlong.factor", "reward.overlong.buffer", reward.overlong.buffer),
-        ("length.right_above", "reward.length.coef", reward.length.coef),
-    )
-    for key, switch, is_on in switches:
-        if resolved.is_changed(f"reward.{key}") and not is_on:
-            yield resolved.mistake(
-                f"reward.{key}", f"has no effect without {switch}. Set {switch}."
-            )

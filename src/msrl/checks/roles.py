@@ -6,12 +6,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from msrl.checks.inputs import check_model_path
+from msrl.checks.training import check_layout
 from msrl.config.loader import Resolved
 from msrl.config.sections.roles import DevicesConfig
 from msrl.models.paths import is_hf, is_mcore
 from msrl.models.shape import Shape
 from msrl.plan.context import layout_problems, size_problems
 from msrl.plan.derived import (
+    critic_optimizer,
+    needs_critic,
     num_separate_devices,
     samples_per_step,
     samples_per_update,
@@ -19,12 +22,6 @@ from msrl.plan.derived import (
 )
 from msrl.plan.roles import MODEL_ROLES, SeparateModel, is_used, model_role, separate_model
 from msrl.plan.run_plan import ModelPlan, RunPlan
-
-_UNUSED = {
-    "reference": "without algo.kl.loss.coef or algo.kl.reward.coef, the run has no reference",
-    # The check of the critic reports a critic that is not used.
-    "reward": "no source of reward.sources is a model with engine: megatron",
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,29 +40,17 @@ class Longest:
 def check_roles(resolved: Resolved, plan: RunPlan) -> Iterator[str]:
     """Yield a line for each invalid setting of a role and for each one without effect."""
     yield from _device_numbers(resolved)
-    yield from _offload(resolved, plan)
     for role in MODEL_ROLES:
         key, section = f"cluster.roles.{role}", model_role(resolved.config, role)
         if not is_used(resolved.config, role):
-            if role in _UNUSED and section != type(section)():
-                yield f"{key}: has no effect: {_UNUSED[role]}. Remove it."
+            if role == "reward" and section != type(section)():
+                yield (
+                    f"{key}: has no effect: no source of reward.sources is a model with engine: "
+                    "megatron. Remove it."
+                )
         elif num_separate_devices(section):
             yield from _separate(resolved, plan, separate_model(resolved.config, role))
-        else:
-            yield from _needs_devices(resolved, role)
     yield from _reference(resolved, plan)
-
-
-def check_unused_roles(resolved: Resolved, command: str, *, used: str = "") -> Iterator[str]:
-    """Yield a line for each role that is set, besides a role that the command uses."""
-    for name, section in resolved.config.cluster.roles:
-        if name != used and section != type(section)():
-            yield f"cluster.roles.{name}: has no effect in {command}. Remove it."
-
-
-def check_no_roles(resolved: Resolved, plan: RunPlan) -> Iterator[str]:
-    """Yield a line for each role of a training that has none."""
-    yield from check_unused_roles(resolved, plan.command)
 
 
 def _device_numbers(resolved: Resolved) -> Iterator[str]:
@@ -86,18 +71,6 @@ def _device_numbers(resolved: Resolved) -> Iterator[str]:
             if problem is not None:
                 yield resolved.mistake(f"cluster.roles.{role}.devices", problem)
                 break
-
-
-def _needs_devices(resolved: Resolved, role: str) -> Iterator[str]:
-    section = model_role(resolved.config, role)
-    sizes = [f"parallel.{name}" for name, size in section.parallel if size is not None]
-    names = [*sizes, *(["micro_batch"] if section.micro_batch is not None else [])]
-    for name in names:
-        yield resolved.mistake(
-            f"cluster.roles.{role}.{name}",
-            f"has no effect without cluster.roles.{role}.devices: the model shares the layout and "
-            "micro-batches of the policy. Set the devices or remove it.",
-        )
 
 
 def _separate(resolved: Resolved, plan: RunPlan, model: SeparateModel) -> Iterator[str]:
@@ -219,12 +192,57 @@ def _layout(resolved: Resolved, key: str, plan: RunPlan, model: ModelPlan) -> It
         )
 
 
-def _offload(resolved: Resolved, plan: RunPlan) -> Iterator[str]:
-    """Check that nothing is offloaded for engines that have separate devices."""
-    for kind in ("grads", "params") if plan.has_separate_engines else ():
-        if getattr(resolved.config.train.offload, kind):
-            yield resolved.mistake(
-                f"train.offload.{kind}",
-                "has no effect with cluster.roles.rollout.devices: engines do not need the "
-                "memory. Set it to false.",
-            )
+def check_critic(resolved: Resolved, plan: RunPlan) -> Iterator[str]:
+    """Yield a line for each invalid setting of the critic."""
+    config = resolved.config
+    if not needs_critic(config):
+        return
+    steps, warmup = config.train.steps, config.algo.value.warmup_steps
+    if steps is not None and warmup >= steps:
+        yield resolved.mistake(
+            "algo.value.warmup_steps",
+            f"must be below train.steps={steps}, or the policy is never trained",
+        )
+    optimizer = critic_optimizer(config)
+    if optimizer.min_lr > optimizer.lr:
+        section = config.cluster.roles.critic.optimizer
+        name = "lr" if section.min_lr is None else "min_lr"
+        yield resolved.mistake(
+            f"cluster.roles.critic.optimizer.{name}",
+            f"the learning rate would decay from {optimizer.lr:g} to the higher "
+            f"{optimizer.min_lr:g}. Set both lr and min_lr.",
+        )
+    yield from check_model_path(resolved, "cluster.roles.critic.load")
+    yield from _critic_fits(resolved, plan)
+
+
+def _critic_fits(resolved: Resolved, plan: RunPlan) -> Iterator[str]:
+    """Check that a critic with other weights fits vocabulary, lengths and layout of the policy."""
+    config, load = resolved.config, resolved.config.cluster.roles.critic.load
+    if load is None or not (is_hf(load) or is_mcore(load)):
+        return
+    critic, policy = plan.critic, plan.shape_or_none
+    if critic is None or policy is None:
+        return
+    shape = critic.shape
+    if shape is None:
+        yield critic.error
+        return
+    if shape.vocab_size < policy.vocab_size:
+        yield resolved.mistake(
+            "cluster.roles.critic.load",
+            f"has {shape.vocab_size} tokens, fewer than the {policy.vocab_size} tokens of the "
+            "policy",
+        )
+    longest = config.rollout.max_prompt_tokens + config.rollout.max_response_tokens
+    if longest > shape.max_position_embeddings:
+        message = (
+            f"supports at most {shape.max_position_embeddings} tokens, but prompt plus response "
+            f"have up to {longest}"
+        )
+        yield resolved.mistake("cluster.roles.critic.load", message)
+    if plan.separate_model("critic") is not None:
+        return  # the check of roles compares its layout
+    problems = layout_problems(plan.train.parallel, shape)
+    for line in check_layout(resolved, "train.parallel", problems):
+        yield f"{line} (critic {load}, which has the parallel layout of the policy)"

@@ -46,14 +46,7 @@ def check_rollout_filter(resolved: Resolved) -> Iterator[str]:
     """Yield a line for each invalid setting of the filter, and for each one that has no effect."""
     section = resolved.config.rollout.filter
     if section.kind == "none":
-        refill = ["refill"] if section.refill else []
-        for name in [*_set_names(resolved), *refill]:
-            yield resolved.mistake(
-                f"rollout.filter.{name}",
-                "has no effect without rollout.filter.kind. Set it to all_equal, mean or std.",
-            )
         return
-    yield from _unused(resolved)
     yield from _check_bounds(resolved)
     if section.kind != "mean" and resolved.config.rollout.samples_per_prompt < 2:
         yield resolved.mistake(
@@ -66,23 +59,6 @@ def check_rollout_filter(resolved: Resolved) -> Iterator[str]:
             "rollout.filter.source",
             f"is not a reward source. Choose one of reward.sources: {', '.join(known)}.",
         )
-
-
-def _set_names(resolved: Resolved) -> list[str]:
-    names = ("low", "high", "source", "max_refills", "extra_prompts")
-    return [name for name in names if resolved.is_changed(f"rollout.filter.{name}")]
-
-
-def _unused(resolved: Resolved) -> Iterator[str]:
-    section = resolved.config.rollout.filter
-    for name in _set_names(resolved):
-        key = f"rollout.filter.{name}"
-        if name in ("low", "high") and name not in _BOUNDS[section.kind]:
-            message = f"has no effect with rollout.filter.kind={section.kind}. Remove it."
-            yield resolved.mistake(key, message)
-        if name in ("max_refills", "extra_prompts") and not section.refill:
-            message = "has no effect without rollout.filter.refill=true. Set that key."
-            yield resolved.mistake(key, message)
 
 
 def _check_bounds(resolved: Resolved) -> Iterator[str]:

@@ -15,7 +15,6 @@ from msrl.checks.inputs import (
 )
 from msrl.cluster.ports import Ports
 from msrl.config.loader import Resolved
-from msrl.config.sections.train import UpdatesConfig
 from msrl.errors import MsrlError
 from msrl.models.families import all_rules
 from msrl.models.paths import TRACKER, is_adapter_folder, is_hf, is_mcore
@@ -94,52 +93,10 @@ def check_training_length(resolved: Resolved) -> Iterator[str]:
         yield resolved.mistake(
             "train.optimizer.min_lr", f"must be at most train.optimizer.lr={train.optimizer.lr}"
         )
-    if train.max_tokens_per_micro_batch is not None:
-        for key in ("train.micro_batch", "train.forward_micro_batch"):
-            if resolved.is_changed(key):
-                yield resolved.mistake(
-                    key,
-                    "has no effect with train.max_tokens_per_micro_batch. Set only one of them.",
-                )
-
-
-def check_batch_keys(resolved: Resolved, plan: RunPlan) -> Iterator[str]:
-    """Yield a line for each key of batches and updates that the training does not read."""
-    updates = [f"train.updates.{name}" for name in UpdatesConfig.model_fields]
-    unread = ["train.global_batch"] if plan.has_rollouts else updates
-    if plan.command == "train-sft" or plan.is_reward_model:
-        unread.append("train.forward_micro_batch")
-    hints = {
-        "train.global_batch": " and set rollout.prompts_per_step",
-        "train.updates.samples_per_update": " and set train.global_batch",
-    }
-    for key in unread:
-        if resolved.is_changed(key):
-            message = f"has no effect in {plan.command}. Remove it{hints.get(key, '')}."
-            yield resolved.mistake(key, message)
-
-
-def check_sft_only_keys(resolved: Resolved) -> Iterator[str]:
-    """Yield a line for each key that only train-sft reads."""
-    for key in ("data.eval_fraction", "data.too_long", "data.pack"):
-        if resolved.is_changed(key) and resolved.value(key) not in (None, False, 0.0, "refuse"):
-            yield resolved.mistake(
-                key, "is a key of train-sft that train-grpo does not read. Remove it."
-            )
 
 
 def check_recompute(resolved: Resolved, plan: RunPlan) -> Iterator[str]:
     recompute, shape = resolved.config.train.recompute, plan.shape_or_none
-    names = {"none": (), "full": ("method", "layers"), "selective": ("modules",)}[
-        recompute.granularity
-    ]
-    for name in ("method", "layers", "modules"):
-        if name not in names and resolved.is_changed(f"train.recompute.{name}"):
-            yield resolved.mistake(
-                f"train.recompute.{name}",
-                f"has no effect with train.recompute.granularity={recompute.granularity}. "
-                "Remove it.",
-            )
     if shape is not None and recompute.granularity == "selective":
         if shape.mla is not None and "core_attn" in recompute.modules:
             yield resolved.mistake(
@@ -163,11 +120,6 @@ def check_router(resolved: Resolved, plan: RunPlan) -> Iterator[str]:
                 yield resolved.mistake(
                     f"train.router.{name}", "the model has no mixture of experts. Remove it."
                 )
-    if not router.aux_loss_coef and resolved.is_changed("train.router.aux_loss_over"):
-        yield resolved.mistake(
-            "train.router.aux_loss_over",
-            "has no effect without train.router.aux_loss_coef. Set it.",
-        )
     if moe is not None and router.aux_loss_coef == "model" and moe.aux_loss_coef is None:
         yield resolved.mistake(
             "train.router.aux_loss_coef",
@@ -233,11 +185,6 @@ def _check_engine_routes(resolved: Resolved) -> Iterator[str]:
 def check_lora(resolved: Resolved, plan: RunPlan) -> Iterator[str]:
     lora, shape = resolved.config.train.lora, plan.shape_or_none
     if lora.rank is None:
-        for name in ("alpha", "targets", "dropout", "load"):
-            if resolved.is_changed(f"train.lora.{name}"):
-                yield resolved.mistake(
-                    f"train.lora.{name}", "has no effect without train.lora.rank. Set it."
-                )
         return
     if resolved.config.train.freeze:
         yield resolved.mistake(
@@ -275,16 +222,6 @@ def _start_adapters(resolved: Resolved, plan: RunPlan, path: str) -> Iterator[st
             "there (algo.preference.reference=on-the-fly, no cluster.roles.reference.devices), or "
             "set cluster.roles.reference.load.",
         )
-
-
-def check_offload(resolved: Resolved) -> Iterator[str]:
-    for kind in ("grads", "params"):
-        if getattr(resolved.config.train.offload, kind):
-            yield resolved.mistake(
-                f"train.offload.{kind}",
-                "is needed permanently: only train-grpo offloads it while it generates. "
-                "Set it to false.",
-            )
 
 
 def check_freeze(resolved: Resolved, plan: RunPlan) -> Iterator[str]:

@@ -10,15 +10,14 @@ from pathlib import Path
 
 from msrl.checks.algorithm import check_aggregate, check_algorithm, check_sft_aggregate
 from msrl.checks.asynchronous import check_async, check_old_logprobs
-from msrl.checks.cluster import check_tls, check_tls_of_run
+from msrl.checks.cluster import check_tls
 from msrl.checks.commands import check_chat, check_convert, check_generate, check_preprocess
-from msrl.checks.critic import check_critic
 from msrl.checks.distillation import (
     check_distill,
-    check_no_distillation,
     check_teachers,
     check_train_distill,
 )
+from msrl.checks.effects import check_effects
 from msrl.checks.engine import check_engine_options, check_engines
 from msrl.checks.environment import check_environment
 from msrl.checks.evaluate import (
@@ -29,13 +28,12 @@ from msrl.checks.evaluate import (
 from msrl.checks.evaluation import (
     check_evaluation,
     check_grpo_evaluation,
-    check_grpo_only_keys,
     check_sft_evaluation,
 )
 from msrl.checks.inputs import check_examples, check_prompts, check_rows
-from msrl.checks.preference import check_no_preference, check_preference, check_reward_model
+from msrl.checks.preference import check_preference, check_reward_model
 from msrl.checks.rewards import check_rewards
-from msrl.checks.roles import check_no_roles, check_roles
+from msrl.checks.roles import check_critic, check_roles
 from msrl.checks.rollout import (
     check_grpo_temperatures,
     check_rollout_filter,
@@ -44,20 +42,17 @@ from msrl.checks.rollout import (
 from msrl.checks.serve import check_serve
 from msrl.checks.trackers import check_profile, check_rollout_files, check_tracker_options
 from msrl.checks.training import (
-    check_batch_keys,
     check_devices,
     check_freeze,
     check_grpo_batches,
     check_grpo_lengths,
     check_lora,
     check_model,
-    check_offload,
     check_random_weights,
     check_recompute,
     check_replay,
     check_router,
     check_sft_batches,
-    check_sft_only_keys,
     check_training_inputs,
     check_training_length,
 )
@@ -85,6 +80,7 @@ def check(resolved: Resolved, plan: RunPlan) -> None:
 def find_errors(resolved: Resolved, plan: RunPlan) -> list[str]:
     """Return one line for each error in the configuration of a planned run."""
     lines = [line for run_check in CHECKS.get(plan.command, ()) for line in run_check(resolved)]
+    lines += check_effects(resolved, plan.command)
     for plan_check in PLAN_CHECKS.get(plan.command, ()):
         lines += plan_check(resolved, plan)
     return list(dict.fromkeys(redacted(line, resolved.config) for line in lines))
@@ -143,7 +139,7 @@ _TRAINING: tuple[Check, ...] = (
     check_training_length,
     check_evaluation,
     check_devices,
-    check_tls_of_run,
+    check_tls,
     check_tracker_options,
     check_profile,
 )
@@ -152,31 +148,21 @@ CHECKS: dict[str, tuple[Check, ...]] = {
     "train-sft": (
         *_TRAINING,
         check_sft_batches,
-        check_offload,
-        check_grpo_only_keys,
         check_sft_evaluation,
-        check_no_preference,
-        check_no_distillation,
         check_sft_aggregate,
     ),
     "train-dpo": (
         *_TRAINING,
         check_sft_batches,
-        check_offload,
-        check_grpo_only_keys,
         check_sft_evaluation,
     ),
     "train-rm": (
         *_TRAINING,
         check_sft_batches,
-        check_offload,
-        check_grpo_only_keys,
         check_sft_evaluation,
     ),
     "train-grpo": (
         *_TRAINING,
-        check_sft_only_keys,
-        check_no_preference,
         check_algorithm,
         check_distill,
         check_old_logprobs,
@@ -191,7 +177,6 @@ CHECKS: dict[str, tuple[Check, ...]] = {
     ),
     "train-distill": (
         *_TRAINING,
-        check_sft_only_keys,
         check_aggregate,
         check_distill,
         check_train_distill,
@@ -213,7 +198,6 @@ CHECKS: dict[str, tuple[Check, ...]] = {
 
 _MODEL: tuple[PlanCheck, ...] = (
     check_rows,
-    check_batch_keys,
     check_model,
     check_freeze,
     check_recompute,
@@ -237,7 +221,7 @@ _ROLLOUTS: tuple[PlanCheck, ...] = (
 )
 
 PLAN_CHECKS: dict[str, tuple[PlanCheck, ...]] = {
-    "train-sft": (*_MODEL, check_examples, check_no_roles),
+    "train-sft": (*_MODEL, check_examples),
     "train-dpo": (*_MODEL, check_preference),
     "train-rm": (*_MODEL, check_reward_model),
     "train-grpo": _ROLLOUTS,

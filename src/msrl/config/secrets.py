@@ -42,9 +42,10 @@ def shown(config: Config, key: str, value: Any) -> Any:
     references = config.references
     if any(name == key or name.startswith(f"{key}.") for name in references):
         return _without_api_keys(_recorded(_plain(value), key, references))
-    plain = _plain(value)
+    name = key.rpartition(".")[2]
+    plain = {name: _plain(value)}
     masked = _without_api_keys(plain)
-    return value if masked == plain else masked
+    return value if masked == plain else masked[name]
 
 
 def _without_api_keys(value: Any) -> Any:
