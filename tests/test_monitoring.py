@@ -22,9 +22,9 @@ from msrl.config.schema import Config
 from msrl.errors import MsrlError
 from msrl.plan.run_plan import resolve
 from msrl.platforms import get
-from msrl.rollout.engine_metrics import EngineMetrics, MetricsServer
+from msrl.rollout.engine import EngineMetrics
 from msrl.tracking.plots import plot_distributions
-from msrl.tracking.prometheus import PrometheusTracker
+from msrl.tracking.prometheus import MetricsServer, PrometheusTracker
 from msrl.trainer.objective.requests import TokenRequest
 from msrl.types import Completion, Prompt, Reward, RolloutGroup, ScoredGroup, StepReport
 from msrl.workflows.rl.setup import numbered_engine_settings
@@ -85,7 +85,7 @@ def test_engines_use_the_ports_after_that_of_the_run(
 def test_a_port_of_an_engine_in_use_is_one_message():
     tracker = free_tracker()
     with pytest.raises(MsrlError, match=mentions("log.prometheus", tracker.port, "another port")):
-        MetricsServer(EngineMetrics(tracker.port, "grpo"))
+        MetricsServer(tracker.port)
     tracker.close()
 
 

@@ -15,8 +15,7 @@ import torch
 from msrl.config.sections.rollout import EngineConfig
 from msrl.errors import MsrlError
 from msrl.platforms import get
-from msrl.rollout.engine import EngineSettings
-from msrl.rollout.engine_metrics import EngineMetrics
+from msrl.rollout.engine import EngineMetrics, EngineSettings
 from msrl.rollout.vllm import VllmEngine
 from msrl.types import Prompt, SamplingParams
 from support import mentions

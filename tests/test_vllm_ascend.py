@@ -19,9 +19,8 @@ from msrl.config.sections.rollout import EngineConfig
 from msrl.errors import MsrlError
 from msrl.models.families import load_shape
 from msrl.platforms import get
-from msrl.rollout.engine import EngineSettings
+from msrl.rollout.engine import EngineMetrics, EngineSettings
 from msrl.rollout.engine_arguments import engine_arguments
-from msrl.rollout.engine_metrics import EngineMetrics
 from msrl.rollout.routed_requests import RoutedRequests
 from msrl.rollout.sleep import EngineMemory
 from msrl.rollout.vllm import VllmEngine

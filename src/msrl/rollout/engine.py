@@ -23,7 +23,6 @@ from msrl.models.entries import file_names
 from msrl.models.kv_cache import kv_bytes_per_token
 from msrl.models.shape import Shape
 from msrl.platforms.base import Platform
-from msrl.rollout.engine_metrics import EngineMetrics
 from msrl.types import Floats, Ints, Prompt, RolloutGroup, Routes, SamplingParams
 
 if TYPE_CHECKING:
@@ -34,6 +33,14 @@ if TYPE_CHECKING:
 BYTES_PER_ELEMENT = {"float32": 4, "bfloat16": 2, "float16": 2}
 BLOCK_TOKENS = 128  # of vLLM's KV cache in main memory
 _SEED_BITS = 62
+
+
+@dataclass(frozen=True, slots=True)
+class EngineMetrics:
+    """Endpoint of an engine's metrics. `run` is the label `model_name` of vLLM's series."""
+
+    port: int
+    run: str
 
 
 @dataclass(frozen=True, slots=True)

@@ -42,13 +42,13 @@ from msrl.rollout.engine import (
 )
 from msrl.rollout.engine_arguments import engine_arguments
 from msrl.rollout.engine_limits import check_limits, model_length
-from msrl.rollout.engine_metrics import MetricsServer
 from msrl.rollout.routed_requests import RoutedRequests
 from msrl.rollout.sleep import EngineMemory
 from msrl.rollout.vllm_routes import ROUTES_KEY
 from msrl.rollout.vllm_weights import send_to_workers
 from msrl.rollout.weights.channel import WeightChannel
 from msrl.rollout.weights.digest import Digests
+from msrl.tracking.prometheus import MetricsServer
 from msrl.types import Completion, Floats, Ints, Prompt, RolloutGroup, SamplingParams
 
 if TYPE_CHECKING:
@@ -80,7 +80,8 @@ class VllmEngine:
 
         self._set_num_threads = torch.set_num_threads
         self._torch_was_distributed = torch.distributed.is_initialized()
-        self._metrics = None if settings.metrics is None else MetricsServer(settings.metrics)
+        # vLLM registers its metrics in the registry of the process.
+        self._metrics = settings.metrics and MetricsServer(settings.metrics.port)
         self._folder = temporary.claim(Path(tempfile.mkdtemp(prefix="msrl-engine-")))
         try:
             self._llm = _start(

@@ -1,4 +1,6 @@
-"""Prometheus endpoint of a run on the loopback interface, served by prometheus_client.
+"""Prometheus endpoints of a run and its engines on loopback, served by prometheus_client.
+
+The endpoint of a run has:
 
     msrl_step                           last step
     msrl_metric{name="reward/mean"}     value of each metric of the last step that had it
@@ -10,22 +12,51 @@ Metrics keep their names as labels, so that a new metric needs no change of a da
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from msrl.errors import MsrlError
 from msrl.types import StepReport
+
+if TYPE_CHECKING:
+    from prometheus_client import CollectorRegistry
 
 HOST = "127.0.0.1"
 
 
-class PrometheusTracker:
-    """Tracker that serves the last values. `port` is the port of its server."""
+class MetricsServer:
+    """Server of `GET /metrics` on the loopback interface, in a thread.
 
-    def __init__(self, port: int, run: str) -> None:
+    It reads all metrics of this process that are in no other registry.
+    """
+
+    def __init__(self, port: int, registry: CollectorRegistry | None = None) -> None:
         """Start the server.
 
         Raises:
             MsrlError: The port is in use.
         """
-        from prometheus_client import CollectorRegistry, Counter, Gauge, start_http_server
+        from prometheus_client import REGISTRY, start_http_server
+
+        try:
+            self._server, self._thread = start_http_server(port, HOST, registry or REGISTRY)
+        except OSError as error:
+            raise MsrlError(
+                f"log.prometheus: cannot listen on port {port} of {HOST} ({error.strerror}). The "
+                "run uses log.prometheus, and its engines the ports after it. Choose another port."
+            ) from error
+        self.port: int = self._server.server_address[1]
+
+    def close(self) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()
+
+
+class PrometheusTracker(MetricsServer):
+    """Tracker that serves the last values."""
+
+    def __init__(self, port: int, run: str) -> None:
+        from prometheus_client import CollectorRegistry, Counter, Gauge
 
         registry = CollectorRegistry()
         self._run = run
@@ -36,14 +67,7 @@ class PrometheusTracker:
         )
         self._notes = Counter("msrl_notes", "Notes of all steps.", ["run"], registry=registry)
         self._notes.labels(run)
-        try:
-            self._server, self._thread = start_http_server(port, HOST, registry)
-        except OSError as error:
-            raise MsrlError(
-                f"log.prometheus={port}: cannot listen on {HOST} ({error.strerror}). "
-                "Choose another port."
-            ) from error
-        self.port: int = self._server.server_address[1]
+        super().__init__(port, registry)
 
     def log(self, report: StepReport) -> None:
         self._step.labels(self._run).set(report.step)
@@ -53,8 +77,3 @@ class PrometheusTracker:
         self._seconds.clear()
         for stage, value in report.seconds.items():
             self._seconds.labels(self._run, stage).set(value)
-
-    def close(self) -> None:
-        self._server.shutdown()
-        self._server.server_close()
-        self._thread.join()

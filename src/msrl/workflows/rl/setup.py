@@ -25,9 +25,8 @@ from msrl.platforms import resolve
 from msrl.platforms.base import Platform
 from msrl.rewards.rows import RowSources
 from msrl.rewards.sources import Source
-from msrl.rollout.engine import EngineSettings, check_stops
+from msrl.rollout.engine import EngineMetrics, EngineSettings, check_stops
 from msrl.rollout.engine_limits import check_limits
-from msrl.rollout.engine_metrics import EngineMetrics
 from msrl.rollout.episodes.settings import EpisodeSettings
 from msrl.trainer.checkpointing.resume import SavedTraining, check_room
 from msrl.types import Prompt, SamplingParams
