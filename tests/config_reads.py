@@ -87,20 +87,20 @@ class Reads(ast.NodeVisitor):
         before, self.local = self.local, dict(self.local)
         for argument in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs):
             self.local[argument.arg] = (
-                self.owner if argument.arg == "self" else annotated(argument.annotation)
+                self.owner if argument.arg == "self" else sections_in(argument.annotation)
             )
-        self.returned[node.name] |= annotated(node.returns)
+        self.returned[node.name] |= sections_in(node.returns)
         if any(
             isinstance(name, ast.Name) and name.id == "property" for name in node.decorator_list
         ):
-            self.held[node.name] |= annotated(node.returns)
+            self.held[node.name] |= sections_in(node.returns)
         for _ in range(2):  # a name may be used above its last assignment, in a loop
             self.generic_visit(node)
         self.local = before
 
     def visit_AnnAssign(self, node: ast.AnnAssign) -> None:
         if isinstance(node.target, ast.Name):
-            self.held[node.target.id] |= annotated(node.annotation)
+            self.held[node.target.id] |= sections_in(node.annotation)
         self.generic_visit(node)
 
     def visit_Assign(self, node: ast.Assign) -> None:
@@ -174,7 +174,7 @@ class Reads(ast.NodeVisitor):
         return NONE
 
 
-def annotated(node: ast.expr | None) -> Types:
+def sections_in(node: ast.expr | None) -> Types:
     """Return the sections that an annotation names."""
     if node is None:
         return NONE

@@ -104,7 +104,7 @@ def attention() -> Evidence:
     return with_engine(noisy_engine(healthy()), settings=settings)
 
 
-def tempered(**changes: Any) -> Evidence:
+def tempered_evidence(**changes: Any) -> Evidence:
     """Return evidence with temperature 0.7 and top-p 0.9 that engine and trainer both apply."""
     evidence = healthy()
     hot = exact(1)
@@ -118,11 +118,11 @@ def tempered(**changes: Any) -> Evidence:
 
 
 def raw_sampling() -> Evidence:
-    return tempered(sampled=exact() + rounding(N, 14))
+    return tempered_evidence(sampled=exact() + rounding(N, 14))
 
 
 def filtered_sampling() -> Evidence:
-    return tempered(sampled=exact(1) * np.float32(0.9) + rounding(N, 15))
+    return tempered_evidence(sampled=exact(1) * np.float32(0.9) + rounding(N, 15))
 
 
 def prefix_cache() -> Evidence:

@@ -114,7 +114,7 @@ def target(strategy: st.SearchStrategy[Any]) -> Callable[[Target], Target]:
     return register
 
 
-def edited(data: bytes, edits: list[tuple[str, float, bytes]]) -> bytes:
+def edit(data: bytes, edits: list[tuple[str, float, bytes]]) -> bytes:
     """Return `data` after edits at relative positions."""
     for kind, where, new in edits:
         at = int(where * len(data))
@@ -194,12 +194,12 @@ def read_archive_file(folder: Path, data: bytes) -> None:
 
 @target(EDITS)
 def torch_archives(folder: Path, edits: Any) -> None:
-    read_archive_file(folder, edited(WHOLE, edits))
+    read_archive_file(folder, edit(WHOLE, edits))
 
 
 @target(EDITS)
 def pickles(folder: Path, edits: Any) -> None:
-    read_archive_file(folder, archive(edited(PICKLE, edits)))
+    read_archive_file(folder, archive(edit(PICKLE, edits)))
 
 
 @target(st.lists(OPCODES, max_size=40))
@@ -209,7 +209,7 @@ def pickle_opcodes(folder: Path, opcodes: list[bytes]) -> None:
 
 @target(EDITS)
 def metadata_bytes(folder: Path, edits: Any) -> None:
-    _distributed(folder, edited(DIST_METADATA, edits))
+    _read_distributed(folder, edit(DIST_METADATA, edits))
 
 
 @target(st.tuples(st.lists(SIZES, min_size=3, max_size=3), st.lists(SIZES, min_size=4)))
@@ -224,10 +224,10 @@ def metadata_numbers(folder: Path, numbers: Any) -> None:
     index = next(index for index in metadata.storage_data if index.fqn == key)
     info = metadata.storage_data[index]
     metadata.storage_data[index] = dataclasses.replace(info, offset=ranges[0], length=ranges[-1])
-    _distributed(folder, pickle.dumps(metadata))
+    _read_distributed(folder, pickle.dumps(metadata))
 
 
-def _distributed(folder: Path, metadata: bytes) -> None:
+def _read_distributed(folder: Path, metadata: bytes) -> None:
     for name, data in DIST_FILES.items():
         (folder / name).write_bytes(data)
     (folder / ".metadata").write_bytes(metadata)
@@ -239,7 +239,7 @@ def _distributed(folder: Path, metadata: bytes) -> None:
 
 @target(EDITS)
 def safetensors_bytes(folder: Path, edits: Any) -> None:
-    _safetensors(folder, edited(SAFETENSORS, edits))
+    _safetensors(folder, edit(SAFETENSORS, edits))
 
 
 @target(st.tuples(JSON, st.lists(SIZES, max_size=4), st.lists(SIZES, max_size=3)))
@@ -258,7 +258,7 @@ def _safetensors(folder: Path, data: bytes) -> None:
 
 @target(EDITS)
 def gguf_files(folder: Path, edits: Any) -> None:
-    (folder / "model.gguf").write_bytes(edited(GGUF, edits))
+    (folder / "model.gguf").write_bytes(edit(GGUF, edits))
     for tensor in read_gguf(folder / "model.gguf").tensors.values():
         tensor.read()
 
@@ -288,7 +288,7 @@ def json_files(folder: Path, change: Any) -> None:
         is_changed = file == name
         text = JSON_TEXTS.get(file, data)
         if is_changed and isinstance(edits, list) and all(isinstance(e, tuple) for e in edits):
-            text = edited(text, edits)
+            text = edit(text, edits)
         elif is_changed:
             text = json.dumps(edits).encode()
         (folder / file).write_bytes(text)
@@ -321,7 +321,7 @@ def checkpoint_arguments(folder: Path, changes: dict[str, Any]) -> None:
 
 @target(EDITS)
 def indexed_data(folder: Path, edits: Any) -> None:
-    (folder / "data.idx").write_bytes(edited(INDEX, edits))
+    (folder / "data.idx").write_bytes(edit(INDEX, edits))
     (folder / "data.bin").write_bytes(b"\0" * 40)
     reader = IndexedReader(folder / "data")
     for number in range(min(len(reader), 20)):
@@ -364,13 +364,13 @@ SHELL_WORDS = st.lists(
 
 @target(EDITS)
 def yaml_files(folder: Path, edits: Any) -> None:
-    parse(edited(SAMPLE_YAML, edits).decode("utf-8", "replace"), "file.yaml")
+    parse(edit(SAMPLE_YAML, edits).decode("utf-8", "replace"), "file.yaml")
 
 
 @target(st.tuples(st.sampled_from(["mindspeed-llm", "mindspeed-rl", "lightrft"]), EDITS))
 def shell_scripts(folder: Path, change: Any) -> None:
     system, edits = change
-    (folder / "run.sh").write_bytes(edited(SAMPLE_SCRIPT, edits))
+    (folder / "run.sh").write_bytes(edit(SAMPLE_SCRIPT, edits))
     translate_arguments(system, [str(folder / "run.sh")])
 
 
@@ -385,13 +385,13 @@ def shell_words(folder: Path, change: Any) -> None:
 @target(st.tuples(st.sampled_from(["mindspeed-rl", "mindspeed-llm", "roll"]), EDITS))
 def imported_yaml(folder: Path, change: Any) -> None:
     system, edits = change
-    (folder / "run.yaml").write_bytes(edited(FOREIGN_YAML[system], edits))
+    (folder / "run.yaml").write_bytes(edit(FOREIGN_YAML[system], edits))
     translate_arguments(system, [str(folder / "run.yaml")])
 
 
 @target(EDITS)
 def template_files(folder: Path, edits: Any) -> None:
-    (folder / "mine.yaml").write_bytes(edited(TEMPLATE, edits))
+    (folder / "mine.yaml").write_bytes(edit(TEMPLATE, edits))
     read_template(folder / "mine.yaml")
 
 
@@ -615,7 +615,7 @@ JINJA_WORDS = st.lists(
 def chat_templates(folder: Path, change: Any) -> None:
     """Render a conversation with the chat template of a tokenizer."""
     if isinstance(change, list):
-        change = edited(CHATML.encode(), change).decode("utf-8", "replace")
+        change = edit(CHATML.encode(), change).decode("utf-8", "replace")
     for name, data in TOKENIZER_FILES.items():
         (folder / name).write_bytes(data)
     (folder / "chat_template.jinja").write_text(change, encoding="utf-8", errors="replace")

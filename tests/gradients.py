@@ -30,8 +30,7 @@ def gathered_gradients(replica: ModelReplica) -> dict[str, Tensor]:
     Hugging Face names and are 0 for frozen parameters; gradients of adapters have Megatron's names.
     """
     own = {
-        name: _unsharded(replica, parameter)
-        for name, parameter in trained_parameters(replica.model)
+        name: _unshard(replica, parameter) for name, parameter in trained_parameters(replica.model)
     }
     return dict(
         _adapter_gradients(replica, own)
@@ -74,7 +73,7 @@ def assert_equal_copies(replica: ModelReplica) -> None:
             assert torch.equal(first, weights[name]), name
 
 
-def _unsharded(replica: ModelReplica, parameter: torch.nn.Parameter) -> Tensor:
+def _unshard(replica: ModelReplica, parameter: torch.nn.Parameter) -> Tensor:
     """Join the ranges of a gradient that the distributed optimizer keeps on different ranks."""
     total = torch.zeros(parameter.numel())
     owned = _owned_range(replica.optimizer, parameter)

@@ -34,7 +34,7 @@ def guide(name: str) -> str:
     return path.read_text(encoding="utf-8")
 
 
-def documented(name: str) -> set[str]:
+def documented_keys(name: str) -> set[str]:
     """Return every key of a guide, from bullets, headings, commands and YAML."""
     text = guide(name)
     keys = set(

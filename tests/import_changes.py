@@ -422,7 +422,7 @@ VERL: Changes = {
 }
 
 
-def changed(tree: Changes, changes: Changes) -> Changes:
+def edit(tree: Changes, changes: Changes) -> Changes:
     """Return a copy of a tree with keys (`a.b.c`) set or removed."""
     tree = copy.deepcopy(tree)
     for path, value in changes.items():
@@ -487,10 +487,10 @@ def translation(system: str, section: str, changes: Changes, folder: Path) -> Tr
     file = folder / "given.yaml"
     if system in ("roll", "verl"):
         module, tree = (verl, VERL) if system == "verl" else (roll, ROLL_KINDS.get(section, ROLL))
-        return translate_yaml(module, changed(tree, changes), file)
+        return translate_yaml(module, edit(tree, changes), file)
     if system == "lightrft":
         launcher = changes if section == "torchrun" else None
-        flags = changed(LIGHTRFT, {} if launcher else changes)
+        flags = edit(LIGHTRFT, {} if launcher else changes)
         return translate_flags(lightrft, "train.py", flags, launcher=launcher)
     if section == "runtime_env":
         (folder / "envs").mkdir(exist_ok=True)
@@ -499,15 +499,15 @@ def translation(system: str, section: str, changes: Changes, folder: Path) -> Tr
         )
         changes = {}
     if system == "mindspeed_rl":
-        tree = changed(_example("grpo_r1_zero_qwen25_7b"), changes)
+        tree = edit(_example("grpo_r1_zero_qwen25_7b"), changes)
         return translate_yaml(mindspeed_rl, tree, file)
     if section in COMMANDS:
         program, flags = COMMANDS[section]
-        return translate_flags(mindspeed_llm, program, changed(flags, changes))
+        return translate_flags(mindspeed_llm, program, edit(flags, changes))
     if section in LAUNCHERS:
         program, flags = COMMANDS["train"]
         return translate_flags(mindspeed_llm, program, flags, launcher=changes, launched_by=section)
-    return translate_yaml(mindspeed_ray, changed(_example("grpo_llama32_1b"), changes), file)
+    return translate_yaml(mindspeed_ray, edit(_example("grpo_llama32_1b"), changes), file)
 
 
 CASES = {

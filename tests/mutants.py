@@ -309,7 +309,7 @@ def own_imports(path: Path) -> frozenset[str]:
     return frozenset(names)
 
 
-def imported(path: Path) -> set[str]:
+def list_imports(path: Path) -> set[str]:
     """Return what a test file and the helpers that it imports import."""
     names, pending, seen = set[str](), {path}, set[Path]()
     while pending:
@@ -331,7 +331,7 @@ def near_files(mutant: Mutant, graph: grimp.ImportGraph) -> list[tuple[int, str]
     names = re.compile("|".join(rf"\b{name.rpartition('.')[2]}\b" for name in plugins) or r"\Z.")
     ranked: list[tuple[int, str]] = []
     for path in (ROOT / "tests").glob("test_*.py"):
-        reached = [away[name] for name in imported(path) if name in away]
+        reached = [away[name] for name in list_imports(path) if name in away]
         if names.search(path.read_text()):
             reached.append(1)
         if reached:

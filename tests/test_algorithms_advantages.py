@@ -166,7 +166,7 @@ class Group:
         return rows
 
 
-def normalized(rows: list[float]) -> list[float]:
+def normalize(rows: list[float]) -> list[float]:
     """Return z-scores over all tokens."""
     mean = sum(rows) / len(rows)
     deviation = math.sqrt(sum((x - mean) ** 2 for x in rows) / (len(rows) - 1))
@@ -206,7 +206,7 @@ def by_loops(name: str, scores, lengths, extra, gamma: float) -> list[float]:
             tokens.append(response)
             start += size
         rows += formula(Group(tokens, len(rows), gamma))
-    return normalized(rows) if is_normalized else rows
+    return normalize(rows) if is_normalized else rows
 
 
 @pytest.mark.parametrize("name", BY_LOOPS)

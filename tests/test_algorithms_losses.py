@@ -123,7 +123,7 @@ def test_every_loss_ratio_and_aggregation_equals_plain_loops(name, ratio, mode):
     assert value == pytest.approx(by_loops(name, batch, batch.weights(mode), ratio), rel=1e-10)
 
 
-def stopped(name: str, batch: Batch, weights: np.ndarray, ratio: str, at: np.ndarray) -> float:
+def loss_at(name: str, batch: Batch, weights: np.ndarray, ratio: str, at: np.ndarray) -> float:
     """Return the loss at other log-probabilities.
 
     Weights that are constants of the gradient remain the weights of `batch`.
@@ -161,7 +161,7 @@ def test_the_gradient_of_every_loss_equals_finite_differences(name, ratio, mode)
         high[i] += step
         low[i] -= step
         numeric = (
-            stopped(name, batch, weights, ratio, high) - stopped(name, batch, weights, ratio, low)
+            loss_at(name, batch, weights, ratio, high) - loss_at(name, batch, weights, ratio, low)
         ) / (2 * step)
         assert gradient[i] == pytest.approx(numeric, rel=1e-5, abs=1e-8)
     assert np.abs(gradient).max() > 1e-3

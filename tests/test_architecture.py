@@ -48,7 +48,7 @@ def tree(path: Path) -> ast.Module:
     return ast.parse(path.read_text(encoding="utf-8"), str(path))
 
 
-def imported(module: ast.Module) -> Iterator[tuple[int, str]]:
+def list_imports(module: ast.Module) -> Iterator[tuple[int, str]]:
     """Yield line and package of every import, also of importlib.import_module("...")."""
     for node in ast.walk(module):
         if isinstance(node, ast.Import):
@@ -57,7 +57,7 @@ def imported(module: ast.Module) -> Iterator[tuple[int, str]]:
             yield node.lineno, node.module.split(".")[0]
         elif (
             isinstance(node, ast.Call)
-            and called(node) in {"import_module", "__import__"}
+            and called_name(node) in {"import_module", "__import__"}
             and node.args
         ):
             name = node.args[0]
@@ -65,7 +65,7 @@ def imported(module: ast.Module) -> Iterator[tuple[int, str]]:
                 yield node.lineno, name.value.split(".")[0]
 
 
-def called(node: ast.Call) -> str:
+def called_name(node: ast.Call) -> str:
     return node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
 
 
@@ -109,7 +109,7 @@ def test_a_heavy_package_is_imported_only_by_its_allowed_importers(package: str)
     violations = [
         f"src/msrl/{relative(path)}:{line}"
         for path in other_files
-        for line, name in imported(tree(path))
+        for line, name in list_imports(tree(path))
         if name == package
     ]
     assert not violations, (
@@ -133,7 +133,7 @@ def test_functions_that_torch_npu_replaces_get_only_the_arguments_of_its_version
         f"src/msrl/{relative(path)}:{node.lineno} {keyword.arg}"
         for path in files()
         for node in ast.walk(tree(path))
-        if isinstance(node, ast.Call) and called(node) in {"gather", "gather_object"}
+        if isinstance(node, ast.Call) and called_name(node) in {"gather", "gather_object"}
         for keyword in node.keywords
         if keyword.arg == "group_dst"
     ]
@@ -337,4 +337,4 @@ def test_the_search_for_device_names_finds_them(source: str, names: list[str]) -
     ],
 )
 def test_the_search_for_imports_finds_them(source: str, packages: list[str]) -> None:
-    assert [name for _, name in imported(ast.parse(source))] == packages
+    assert [name for _, name in list_imports(ast.parse(source))] == packages

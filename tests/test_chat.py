@@ -291,7 +291,7 @@ def test_in_a_terminal_ctrl_d_ends_the_input():
     assert terminal.exit_code() == 0
 
 
-def _asked(lines: list[str], monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def _questions(lines: list[str], monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Return the questions that reach the model."""
     questions: list[str] = []
 
@@ -306,16 +306,16 @@ def _asked(lines: list[str], monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 def test_commands_begin_with_a_slash_and_words_can_be_asked(monkeypatch, capsys):
     lines = ["new\n", "q\n", "clear\n", "/help\n", "/foo\n", "//etc/hosts\n", "/q\n", "never\n"]
-    assert _asked(lines, monkeypatch) == ["new", "q", "clear", "/etc/hosts"]
+    assert _questions(lines, monkeypatch) == ["new", "q", "clear", "/etc/hosts"]
     notes = capsys.readouterr().err.splitlines()
     assert_each_mentions(notes, ("/clear", "/quit"), ("/foo", "/clear", "/quit"))
     for word in ("quit", "exit", "/quit", "/exit"):
-        assert _asked(["a", word, "never"], monkeypatch) == ["a"]
+        assert _questions(["a", word, "never"], monkeypatch) == ["a"]
 
 
 def test_lines_between_quotes_are_one_question(monkeypatch):
     lines = ["a\n", '"""\n', "first\n", "\n", "/clear\n", '"""\n', "b\n", '"""\n', "last\n"]
-    assert _asked(lines, monkeypatch) == ["a", "first\n\n/clear", "b", "last"]
+    assert _questions(lines, monkeypatch) == ["a", "first\n\n/clear", "b", "last"]
 
 
 @pytest.mark.slow

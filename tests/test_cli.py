@@ -57,7 +57,7 @@ def msrl(*arguments: str) -> int:
     return 0
 
 
-def reached(
+def record_calls(
     monkeypatch: pytest.MonkeyPatch, workflow: str, run: Callable[..., object] | None = None
 ) -> list[Any]:
     """Replace a workflow's module by a recorder; return the recorded configurations or plans."""
@@ -135,7 +135,7 @@ def test_version_names_the_stack_that_is_installed(capsys: pytest.CaptureFixture
 
 
 def test_flags_overlay_the_keys_of_their_section(folder: Path, monkeypatch: pytest.MonkeyPatch):
-    calls = reached(monkeypatch, "convert_ckpt")
+    calls = record_calls(monkeypatch, "convert_ckpt")
     (folder / "c.yaml").write_text("convert: {load: model, tp: 4, dtype: fp16}\n", encoding="utf-8")
     arguments = [
         "convert-ckpt",
@@ -171,7 +171,7 @@ def test_flags_overlay_the_keys_of_their_section(folder: Path, monkeypatch: pyte
 def test_every_subcommand_of_conversion_sets_its_name(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    calls = reached(monkeypatch, "convert_ckpt")
+    calls = record_calls(monkeypatch, "convert_ckpt")
     make_mcore(folder / "mcore")
     assert (
         msrl("convert-ckpt", "inspect", "mcore")
@@ -191,7 +191,7 @@ def test_every_subcommand_of_conversion_sets_its_name(
 def test_preprocess_takes_several_files_and_renamed_columns(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    calls = reached(monkeypatch, "preprocess")
+    calls = record_calls(monkeypatch, "preprocess")
     for name in ("a.jsonl", "b.jsonl", "c.jsonl"):
         (folder / name).write_text("", encoding="utf-8")
     arguments = [
@@ -252,7 +252,7 @@ def test_column_names_without_a_mapping_are_refused(
 def test_generation_flags_reach_their_keys_as_they_are(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    calls = reached(monkeypatch, "generate")
+    calls = record_calls(monkeypatch, "generate")
     sampling = [
         "--temperature",
         "0.5",
@@ -302,7 +302,7 @@ def test_generation_flags_reach_their_keys_as_they_are(
 def test_training_takes_a_configuration_by_name_and_a_resume(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    calls = reached(monkeypatch, "train_grpo")
+    calls = record_calls(monkeypatch, "train_grpo")
     (folder / "configs").mkdir()
     (folder / "configs" / "mine.yaml").write_text(GRPO + "run: {name: mine}\n", encoding="utf-8")
     assert msrl("train-grpo", "--config-name", "mine", "--resume", "auto") == 0
@@ -322,7 +322,7 @@ def test_an_unknown_configuration_name_is_refused(folder: Path, capsys: pytest.C
 
 
 def test_cluster_commands_pass_their_arguments(folder: Path, monkeypatch: pytest.MonkeyPatch):
-    calls = reached(monkeypatch, "cluster")
+    calls = record_calls(monkeypatch, "cluster")
     assert msrl("cluster", "up", "--port", "7000", "--devices", "2", "--platform", "cpu") == 0
     config, arguments = calls.pop()
     assert (config.cluster.platform, config.cluster.devices_per_node) == ("cpu", 2)
@@ -348,7 +348,7 @@ def test_cluster_commands_pass_their_arguments(folder: Path, monkeypatch: pytest
 def test_a_dry_run_prints_the_arithmetic_and_starts_nothing(
     command: str, folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):
-    calls = reached(monkeypatch, command.replace("-", "_"))
+    calls = record_calls(monkeypatch, command.replace("-", "_"))
     assert (
         msrl(
             command,
@@ -428,7 +428,7 @@ def test_exit_codes_of_what_a_workflow_raises(
     def fail(config: Config) -> None:
         raise error
 
-    reached(monkeypatch, "train_sft", fail)
+    record_calls(monkeypatch, "train_sft", fail)
     assert msrl("train-sft", "-c", "sft.yaml") == code
     assert capsys.readouterr().err == message
 
@@ -437,7 +437,7 @@ def test_internal_errors_keep_their_traceback(folder: Path, monkeypatch: pytest.
     def fail(config: Config) -> None:
         raise ZeroDivisionError("ours")
 
-    reached(monkeypatch, "train_sft", fail)
+    record_calls(monkeypatch, "train_sft", fail)
     with pytest.raises(ZeroDivisionError, match="ours"):
         msrl("train-sft", "-c", "sft.yaml")
 
@@ -509,7 +509,7 @@ TRAINING_ARGUMENTS = [
 def test_flags_of_the_trainings_override_files_and_set(
     command: str, folder: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    calls = reached(monkeypatch, command.replace("-", "_"))
+    calls = record_calls(monkeypatch, command.replace("-", "_"))
     (folder / "c.yaml").write_text(
         "train: {steps: 3, optimizer: {lr: 1e-6}}\nrun: {name: of_file}\n", encoding="utf-8"
     )
@@ -586,7 +586,7 @@ def test_config_show_takes_the_flags_of_the_command_it_is_for(
 def test_tp_of_commands_with_an_engine_is_the_engines(
     command: str, folder: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    calls = reached(monkeypatch, command)
+    calls = record_calls(monkeypatch, command)
     prompt = ["--prompt", "x"] if command == "generate" else []
     model = ["model"] if command == "serve" else ["--model", "model"]
     assert msrl(command, *model, "--tp", "2", *prompt) == 0
@@ -600,7 +600,7 @@ def test_a_model_is_named_by_an_argument_or_an_option(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ):
-    calls = reached(monkeypatch, command)
+    calls = record_calls(monkeypatch, command)
     prompt = ["--prompt", "x"] if command == "generate" else []
     for words in (["model"], ["--model", "model"]):
         assert msrl(command, *words, *prompt) == 0
@@ -622,7 +622,7 @@ def test_models_of_an_evaluation_are_arguments_and_options(
 def test_every_prompt_of_the_command_line_is_answered(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    calls = reached(monkeypatch, "generate")
+    calls = record_calls(monkeypatch, "generate")
     assert msrl("generate", "model", "--prompt", "2+2=", "--prompt", "3+3=") == 0
     assert calls[0].generate.prompt == ("2+2=", "3+3=")
 

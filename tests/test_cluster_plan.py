@@ -9,7 +9,7 @@ from msrl.errors import MsrlError
 from support import assert_mentions
 
 
-def placed(roles, devices_per_node, num_nodes=1, colocate=True):
+def place_all(roles, devices_per_node, num_nodes=1, colocate=True):
     """Return every worker as (role, worker, node, bundles, share)."""
     placement = plan(roles, devices_per_node, num_nodes, colocate=colocate, resource="device")
     return [(a.role, a.worker, a.node, a.bundle_indices, a.share) for a in placement.assignments]
@@ -65,16 +65,16 @@ def placed(roles, devices_per_node, num_nodes=1, colocate=True):
 def test_workers_are_placed_on_the_expected_devices(
     roles, devices_per_node, num_nodes, colocate, expected
 ):
-    assert placed(roles, devices_per_node, num_nodes, colocate) == expected
+    assert place_all(roles, devices_per_node, num_nodes, colocate) == expected
 
 
 def test_a_worker_of_several_devices_never_spans_two_nodes():
-    assert placed([Role("actor", 1), Role("rollout", 2, 2)], 3, 2, colocate=False)[1:] == [
+    assert place_all([Role("actor", 1), Role("rollout", 2, 2)], 3, 2, colocate=False)[1:] == [
         ("rollout", 0, 0, (1, 2), 1.0),
         ("rollout", 1, 1, (0, 1), 1.0),
     ]
     assert [
-        (node, bundles) for _, _, node, bundles, _ in placed([Role("rollout", 2, 2)], 3, 2)
+        (node, bundles) for _, _, node, bundles, _ in place_all([Role("rollout", 2, 2)], 3, 2)
     ] == [(0, (0, 1)), (1, (0, 1))]
 
 
@@ -94,7 +94,7 @@ def test_only_the_devices_in_use_are_reserved_and_idle_ones_are_listed():
 
 def test_shares_on_a_device_never_add_up_to_more_than_the_device():
     for count in range(1, 12):
-        shares = [share for *_, share in placed([Role(f"role{i}", 2) for i in range(count)], 2)]
+        shares = [share for *_, share in place_all([Role(f"role{i}", 2) for i in range(count)], 2)]
         assert sum(round(share * 10_000) for share in shares) <= 2 * 10_000  # Ray's unit
         assert min(shares) > 0
 

@@ -413,7 +413,7 @@ def test_casts_and_reshards_are_verified(
     assert json.loads((tmp_path / "back" / "config.json").read_text())["dtype"] == "float32"
 
 
-def _swapped(layout: Any, tensors: Any) -> Any:
+def _swap(layout: Any, tensors: Any) -> Any:
     return tensors[::-1] if isinstance(layout, layouts.GateUp) else tensors
 
 
@@ -422,7 +422,7 @@ def _k_and_v_swapped(layout: Any, tensors: Any) -> Any:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("swap", [_swapped, _k_and_v_swapped])
+@pytest.mark.parametrize("swap", [_swap, _k_and_v_swapped])
 def test_a_swap_in_both_directions_fails_the_verification(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, swap: Any
 ) -> None:

@@ -91,7 +91,7 @@ def test_filters_of_sampling_are_named_with_their_values() -> None:
     assert cause is not None
     assert cause.name == "sampling"
     assert_mentions(cause.problem, "top_p=0.9")
-    assert judge(recorded.tempered()).cause is None
+    assert judge(recorded.tempered_evidence()).cause is None
 
 
 def test_the_first_deviating_layer_is_named() -> None:

@@ -84,11 +84,11 @@ def cases(tokenizer_name: str) -> list[Case]:
     return fitting
 
 
-def encoded(tokenizer: TextTokenizer, text: str) -> list[int]:
+def encode(tokenizer: TextTokenizer, text: str) -> list[int]:
     return tokenizer.backend.encode(text, add_special_tokens=False).ids
 
 
-def decoded(tokenizer: TextTokenizer, ids: Ints) -> str:
+def decode(tokenizer: TextTokenizer, ids: Ints) -> str:
     return tokenizer.backend.decode(ids.tolist(), skip_special_tokens=False)
 
 
@@ -159,7 +159,7 @@ def test_tools_are_shown_and_their_descriptions_add_no_control_token(name: str) 
         controls = set(map(tokenizer.token_id, case.template.controls))
         plain = case.template.conversation(opening, [tool("Return a price.")])
         hostile = case.template.conversation(opening, [tool(" ".join(WORDS))])
-        assert "price" in decoded(tokenizer, plain), case.name
+        assert "price" in decode(tokenizer, plain), case.name
         assert [i for i in hostile.tolist() if i in controls] == [
             i for i in plain.tolist() if i in controls
         ], case.name
@@ -178,7 +178,7 @@ def test_the_tokens_equal_the_template_s_own_rendering_or_differ_for_a_known_rea
             tokens = EpisodeTokens(case.template.conversation(messages))
             for number in range(2):
                 answer = f"I go to field {number}."
-                ids = np.array([*encoded(tokenizer, answer), case.end])
+                ids = np.array([*encode(tokenizer, answer), case.end])
                 tokens.add_answer(ids, np.zeros(len(ids), np.float32), ())
                 new = [Message(role, f"You see <|im_end|> field {number}.")]  # type: ignore[arg-type]
                 tokens.add_messages(case.template.suffix(number + 1, new, case.end))
@@ -193,7 +193,7 @@ def test_the_tokens_equal_the_template_s_own_rendering_or_differ_for_a_known_rea
             # one.
             ends = {case.end} if case.name in WITHOUT_END else set[int]()
             left, right = (
-                decoded(tokenizer, np.array([item for item in row.tolist() if item not in ends]))
+                decode(tokenizer, np.array([item for item in row.tolist() if item not in ends]))
                 for row in (own, rendered)
             )
             if name.startswith("mistral"):
@@ -210,21 +210,21 @@ def test_an_answer_is_neither_encoded_again_nor_ended_twice() -> None:
     complete = template.suffix(1, [Message("user", "more")], end)
     truncated = template.suffix(1, [Message("user", "more")], None)
     assert truncated.tolist() == [end, *complete.tolist()]
-    assert decoded(tokenizer, complete).startswith("\n<|im_start|>user\nmore<|im_end|>")
+    assert decode(tokenizer, complete).startswith("\n<|im_start|>user\nmore<|im_end|>")
 
 
 def test_separate_messages_follow_the_token_that_ends_messages_and_no_line_feed() -> None:
     tokenizer = load_cached_tokenizer("qwen3-4b")
     template = EpisodeTemplate(tokenizer, enable_thinking=False)
-    shown = decoded(tokenizer, template.separate([Message("user", "go <|im_end|>")]))
+    shown = decode(tokenizer, template.separate([Message("user", "go <|im_end|>")]))
     head, tail = "<|im_end|><|im_start|>user\n", "<|im_end|>\n<|im_start|>assistant\n"
     thought = "<think>\n\n</think>\n\n"
     assert shown == f"{head}go <|im_end|>{tail}{thought}"
     control = tokenizer.backend.token_to_id("<|im_end|>")
     assert template.separate([Message("user", "go <|im_end|>")]).tolist().count(control) == 2
-    assert decoded(tokenizer, template.conversation([Message("user", "a")])).endswith(thought)
+    assert decode(tokenizer, template.conversation([Message("user", "a")])).endswith(thought)
     free = EpisodeTemplate(tokenizer)
-    assert not decoded(tokenizer, free.separate([Message("user", "a")])).endswith(thought)
+    assert not decode(tokenizer, free.separate([Message("user", "a")])).endswith(thought)
     mistral = EpisodeTemplate(load_cached_tokenizer("mistral-7b-instruct-v0.2"))
     with pytest.raises(MsrlError, match=mentions("chat template", "alternate")):
         mistral.separate([Message("user", "a")])
@@ -235,15 +235,15 @@ def test_thoughts_stay_with_append_and_begin_a_new_sequence_with_the_template() 
     template = EpisodeTemplate(tokenizer)
     opening = [Message("user", "1+1?")]
     answer = "<think>\neasy\n</think>\n\n3"
-    ids = np.array([*encoded(tokenizer, answer), tokenizer.token_id("<|im_end|>")])
+    ids = np.array([*encode(tokenizer, answer), tokenizer.token_id("<|im_end|>")])
     new = Message("user", "Wrong.")
     tokens = EpisodeTokens(template.conversation(opening))
     tokens.add_answer(ids, np.zeros(len(ids), np.float32), ())
     tokens.restart(template.conversation([*opening, Message("assistant", answer), new]))
     tokens.add_answer(ids[:2], np.zeros(2, np.float32), ())
     first, second = tokens.sequences()
-    assert "easy" in decoded(tokenizer, first.token_ids)
-    assert "easy" not in decoded(tokenizer, second.token_ids)
+    assert "easy" in decode(tokenizer, first.token_ids)
+    assert "easy" not in decode(tokenizer, second.token_ids)
     assert first.token_ids[first.is_sampled].tolist() == ids.tolist()
     assert second.token_ids[second.is_sampled].tolist() == ids[:2].tolist()
     assert second.is_sampled[-2:].all() and second.is_sampled.sum() == 2

@@ -75,7 +75,7 @@ def more(text: str = "more", reward: float | None = 0.0, **info: Any) -> StepRes
     return StepResult([Message("user", text)], reward, info=info)
 
 
-def done(reward: float | None = 1.0, **info: Any) -> StepResult:
+def end(reward: float | None = 1.0, **info: Any) -> StepResult:
     return StepResult([], reward, done=True, info=info)
 
 
@@ -194,7 +194,7 @@ def test_a_turn_s_prompt_is_the_earlier_tokens_and_the_rendered_suffix(
     template: EpisodeTemplate,
 ) -> None:
     runner, environments = make_runner(
-        template, lambda _, turn: done() if turn == 1 else more("no <|im_end|>")
+        template, lambda _, turn: end() if turn == 1 else more("no <|im_end|>")
     )
     answers = [[70, 71, END], [72, END]]
     completion, policy = run_one(runner, answers)
@@ -239,7 +239,7 @@ def test_separate_turns_repeat_the_end_of_messages_and_max_tokens_ends_an_episod
 
 def test_an_environment_s_messages_replace_the_prompt_of_the_row(template: EpisodeTemplate) -> None:
     opening = Opening([Message("user", "Walk.")], info={"state": "start"})
-    runner, _ = make_runner(template, lambda *_: done(), opening)
+    runner, _ = make_runner(template, lambda *_: end(), opening)
     completion, policy = run_one(runner, [[70, END]])
     assert (
         policy.requests[0][1].token_ids.tolist()
@@ -271,7 +271,7 @@ def test_each_limit_of_an_episode_has_its_own_finish_reason(
 def test_an_answer_at_the_limit_of_the_episode_is_truncated_even_if_it_is_the_last(
     template: EpisodeTemplate,
 ) -> None:
-    runner, _ = make_runner(template, lambda *_: done())
+    runner, _ = make_runner(template, lambda *_: end())
     completion, policy = run_one(runner, [[70] * 50], replace(SAMPLING, max_tokens=8))
     assert policy.requests[0][2].max_tokens == 8
     assert completion.finish_reason == "length" and len(completion.token_ids) == 8
@@ -281,7 +281,7 @@ def test_an_answer_at_the_limit_of_a_turn_continues_with_the_token_that_ends_it(
     template: EpisodeTemplate,
 ) -> None:
     runner, environments = make_runner(
-        template, lambda _, turn: done() if turn else more(), max_turn_tokens=3
+        template, lambda _, turn: end() if turn else more(), max_turn_tokens=3
     )
     completion, policy = run_one(runner, [[70] * 50, [71, END]])
     assert environments.are_truncated == [True, False]
@@ -297,7 +297,7 @@ def test_turns_of_episodes_in_lockstep_start_in_the_order_of_the_requests(
     template: EpisodeTemplate,
 ) -> None:
     def script(_: str, turn: int) -> Reply:
-        return done() if turn == 2 else more()
+        return end() if turn == 2 else more()
 
     runner, environments = make_runner(template, script, holds=True)
     policy = ScriptedPolicy([[70, END], [71, 72, 73, END]] * 3)
@@ -326,7 +326,7 @@ def test_faults_end_one_episode_with_their_reason(template: EpisodeTemplate) -> 
     assert completion.finish_reason == "fault" and completion.episode is not None
     assert completion.episode.fault == ("timeout", "30 s")
     assert completion.token_ids.tolist() == [70, END, 71, END]
-    runner, environments = make_runner(template, lambda *_: done(), EpisodeFault("crash", "gone"))
+    runner, environments = make_runner(template, lambda *_: end(), EpisodeFault("crash", "gone"))
     completion, policy = run_one(runner, [])
     assert completion.episode is not None and completion.episode.fault == ("crash", "gone")
     assert not policy.requests and len(completion.token_ids) == 0
@@ -337,7 +337,7 @@ def test_faults_end_one_episode_with_their_reason(template: EpisodeTemplate) -> 
 def test_an_episode_begins_again_when_its_environment_is_lost(template: EpisodeTemplate) -> None:
     lost = [EpisodeFault("lost", "killed")] * 3
     runner, environments = make_runner(
-        template, lambda _, turn: more() if not turn else lost.pop() if lost else done()
+        template, lambda _, turn: more() if not turn else lost.pop() if lost else end()
     )
     completion, policy = run_one(runner, [[70, END], [71, END]] * 4)
     episode = completion.episode
@@ -352,7 +352,7 @@ def test_an_episode_begins_again_when_its_environment_is_lost(template: EpisodeT
 
 def test_an_episode_that_is_always_lost_is_a_fault(template: EpisodeTemplate) -> None:
     runner, environments = make_runner(
-        template, lambda *_: done(), EpisodeFault("lost", "the fork server ended")
+        template, lambda *_: end(), EpisodeFault("lost", "the fork server ended")
     )
     completion, _ = run_one(runner, [])
     assert completion.episode is not None and completion.episode.repeats == 3
@@ -374,7 +374,7 @@ def test_a_generation_prompt_may_begin_a_thought(template: EpisodeTemplate) -> N
 
 def test_an_opening_that_is_too_long_is_a_fault(template: EpisodeTemplate) -> None:
     opening = Opening([Message("user", "x" * 300)])
-    runner, _ = make_runner(template, lambda *_: done(), opening)
+    runner, _ = make_runner(template, lambda *_: end(), opening)
     completion, _ = run_one(runner, [])
     assert completion.episode is not None and completion.episode.fault[0] == "long_prompt"
 
@@ -389,7 +389,7 @@ def test_an_opening_must_leave_room_for_an_answer_in_the_engine(template: Episod
         (1, {"max_tokens": length + 1, "max_prompt_tokens": 1000}, ""),
         (0, {"max_tokens": length, "max_prompt_tokens": 1000}, f"environment.max_tokens={length}"),
     ):
-        runner, _ = make_runner(template, lambda *_: done(), opening, **limits)
+        runner, _ = make_runner(template, lambda *_: end(), opening, **limits)
         completion, policy = run_one(runner, [[70]])
         assert completion.episode is not None and len(policy.requests) == room
         reason, detail = completion.episode.fault
@@ -397,7 +397,7 @@ def test_an_opening_must_leave_room_for_an_answer_in_the_engine(template: Episod
 
 
 def test_an_episode_without_a_first_prompt_is_a_fault(template: EpisodeTemplate) -> None:
-    runner, _ = make_runner(template, lambda *_: done())
+    runner, _ = make_runner(template, lambda *_: end())
     completion, policy = run_one(runner, [], prompt=Prompt(0, np.zeros(0, np.int64)))
     assert completion.episode is not None and not policy.requests
     assert completion.episode.fault[0] == "invalid"
@@ -411,7 +411,7 @@ def test_text_that_no_tokenizer_reads_ends_its_episode(template: EpisodeTemplate
         Opening([Message("user", "x", fields)]),
         Opening([Message("user", "x")], [{"type": "function", "name": "\ud800"}]),
     ):
-        runner, _ = make_runner(named, lambda *_: done(), opening)
+        runner, _ = make_runner(named, lambda *_: end(), opening)
         completion, _ = run_one(runner, [])
         assert completion.episode is not None and completion.episode.fault[0] == "template"
 
@@ -419,7 +419,7 @@ def test_text_that_no_tokenizer_reads_ends_its_episode(template: EpisodeTemplate
 def test_long_and_damaged_messages_are_truncated_and_counted(template: EpisodeTemplate) -> None:
     text = "\x00\ud800<|im_end|>" + "x" * 10_000_000
     runner, _ = make_runner(
-        template, lambda _, turn: done() if turn else more(text), max_message_chars=40
+        template, lambda _, turn: end() if turn else more(text), max_message_chars=40
     )
     completion, policy = run_one(runner, [[70, END], [71, END]])
     assert completion.episode is not None and completion.episode.truncated_messages == 1
@@ -432,7 +432,7 @@ def test_an_edited_history_begins_a_new_sequence(template: EpisodeTemplate) -> N
     opening = Opening([Message("user", "Walk.")])
     history = [{"role": "user", "content": "Summary: walked."}]
     runner, _ = make_runner(
-        template, lambda _, turn: done() if turn else more("Go on.", history=history), opening
+        template, lambda _, turn: end() if turn else more("Go on.", history=history), opening
     )
     completion, policy = run_one(runner, [[70, END], [71, END]])
     assert completion.episode is not None
@@ -458,7 +458,7 @@ def test_an_edited_history_may_have_other_tools(template: EpisodeTemplate) -> No
         "tools": [{"name": "jump"}],
     }
     runner, _ = make_runner(
-        listing, lambda _, turn: done() if turn else more("Go.", **info), opening
+        listing, lambda _, turn: end() if turn else more("Go.", **info), opening
     )
     _, policy = run_one(runner, [[70, END], [71, END]])
     prompts = [prompt.token_ids.tolist() for _, prompt, _, _ in policy.requests]
@@ -474,13 +474,13 @@ def test_the_history_of_an_unknown_prompt_cannot_be_edited(template: EpisodeTemp
 
 
 def test_states_are_those_of_the_environment_or_the_observations(template: EpisodeTemplate) -> None:
-    runner, _ = make_runner(template, lambda _, turn: done() if turn == 3 else more(f"{turn % 2}"))
+    runner, _ = make_runner(template, lambda _, turn: end() if turn == 3 else more(f"{turn % 2}"))
     completion, _ = run_one(runner, [[70, END]] * 4)
     assert completion.episode is not None
     first, second, third, fourth = (turn.state for turn in completion.episode.turns)
     assert len({first, second, third}) == 3 and second == fourth
     runner, _ = make_runner(
-        template, lambda _, turn: done() if turn == 2 else more(f"{turn}", state="same")
+        template, lambda _, turn: end() if turn == 2 else more(f"{turn}", state="same")
     )
     completion, _ = run_one(runner, [[70, END]] * 3)
     assert completion.episode is not None
@@ -491,7 +491,7 @@ def test_weights_that_change_within_an_episode_are_recorded_by_token(
     template: EpisodeTemplate,
 ) -> None:
     runner, environments = make_runner(
-        template, lambda _, turn: done() if turn else more(), holds=True
+        template, lambda _, turn: end() if turn else more(), holds=True
     )
     policy = ScriptedPolicy([[70, 71, END], [72, END]])
     loop = EngineLoop(policy, 5, episodes=runner)
@@ -570,13 +570,13 @@ SECOND = make_completion(
 )
 
 
-def scored(*completions: Completion, rewards: Sequence[float] = (1.5, 0.25)) -> ScoredGroup:
+def score(*completions: Completion, rewards: Sequence[float] = (1.5, 0.25)) -> ScoredGroup:
     group = RolloutGroup(Prompt(0, np.array([1, 2])), completions)
     return ScoredGroup(group, tuple(Reward(reward, {}) for reward in rewards))
 
 
 def test_an_episode_of_two_sequences_becomes_two_samples_with_exact_masks() -> None:
-    group = scored(FIRST, SECOND)
+    group = score(FIRST, SECOND)
     advantages = np.arange(1.0, 7.0)
     step = make_step([group], advantages, np.array([[True, False]]))
     assert step.arrays.counts == (2, 1)
@@ -607,7 +607,7 @@ def test_turns_without_a_valid_action_can_be_masked() -> None:
     first, second = FIRST.episode, SECOND.episode
     assert first is not None and second is not None
     invalid = (replace(first.turns[0], is_invalid=True), first.turns[1])
-    group = scored(replace(FIRST, episode=replace(first, turns=invalid)), SECOND)
+    group = score(replace(FIRST, episode=replace(first, turns=invalid)), SECOND)
     step = make_step([group], None, None, "algo.mask.invalid_actions=true")
     masks = [row.tolist() for row in step.sequences.loss_masks]
     assert masks[0] == [False] * 4 and masks[1] == [False, False, True]
@@ -623,7 +623,7 @@ def test_answers_without_a_valid_action_lose_the_penalty(template: EpisodeTempla
     ]
     runner, _ = make_runner(
         template,
-        lambda _, turn: done(None) if turn == 3 else more(reward=0.25, **infos[turn]),
+        lambda _, turn: end(None) if turn == 3 else more(reward=0.25, **infos[turn]),
         format_penalty=0.5,
     )
     completion, _ = run_one(runner, [[70, END]] * 4)
@@ -637,7 +637,7 @@ def test_rows_of_a_mixture_have_the_tag_of_their_environment(template: EpisodeTe
     entries: dict[str, Any] = {"lake": {"name": "frozen_lake"}, "room": {"name": "sokoban"}}
     groups = list[ScoredGroup]()
     for name in ("room", "lake", "room"):
-        runner, _ = make_runner(template, lambda *_: done(), name=None, mixture=entries)
+        runner, _ = make_runner(template, lambda *_: end(), name=None, mixture=entries)
         prompt = Prompt(0, np.arange(40, 50), "", {"environment": name})
         completion, _ = run_one(runner, [[70, END]], prompt=prompt)
         groups.append(ScoredGroup(RolloutGroup(prompt, (completion,)), (Reward(1.0, {}),)))
@@ -649,7 +649,7 @@ def test_rows_of_a_mixture_have_the_tag_of_their_environment(template: EpisodeTe
 
 
 def test_rewards_of_early_turns_move_to_their_turn_and_totals_stay() -> None:
-    group = scored(FIRST, SECOND)
+    group = score(FIRST, SECOND)
     turns = rollout_arrays([group]).turns
     assert turns.counts.tolist() == [[2, 2]] and turns.lengths.tolist() == [2, 1, 1, 2]
     assert turns.states.tolist() == [0, 1, 0, 2]
@@ -673,7 +673,7 @@ def test_rewards_of_early_turns_move_to_their_turn_and_totals_stay() -> None:
 def test_the_last_token_of_a_turn_or_of_the_episode_earns_rewards_of_turns(
     sets: tuple[str, ...], expected: list[float]
 ) -> None:
-    group = scored(FIRST, SECOND)
+    group = score(FIRST, SECOND)
     on = ("environment.name=frozen_lake", "environment.reward_weight=2.0")
     config = load(sets=(*on, *sets)).config
     plain = TokenRewards(np.array([[3.0, 0.5]]), np.array([[3, 3]]))
@@ -733,24 +733,24 @@ def test_verifiers_score_the_answers_of_an_episode_and_functions_see_its_message
 
 
 def test_padding_repeats_a_sequence_without_loss() -> None:
-    result = pad_sequences(rollout_arrays([scored(FIRST, SECOND)]).sequences, 4)
+    result = pad_sequences(rollout_arrays([score(FIRST, SECOND)]).sequences, 4)
     assert len(result.token_ids) == 4 and result.token_ids[3].tolist() == [1, 9, 7]
     assert not result.loss_masks[3].any()
     assert pad_sequences(result, 2) is result
 
 
 def test_metrics_of_episodes() -> None:
-    values = episode_metrics([scored(FIRST, SECOND).rollout])
+    values = episode_metrics([score(FIRST, SECOND).rollout])
     assert values["turns"] == 2.0 and values["sequences"] == 1.5 and values["success"] == 0.5
     assert values["observation_tokens"] == 0.5  # token 3 of the second episode
     plain = Completion(np.array([1]), np.zeros(1, np.float32), "stop", 0, "")
-    assert episode_metrics([scored(plain, rewards=(0.0,)).rollout]) == {}
+    assert episode_metrics([score(plain, rewards=(0.0,)).rollout]) == {}
 
 
 def test_a_checkpoint_keeps_finished_episodes_exactly() -> None:
     calls = ({"name": "f", "arguments": {"x": 1}, "error": None},)
     first = replace(FIRST, episode=_with_calls(FIRST.episode, calls))
-    group = scored(first, SECOND)
+    group = score(first, SECOND)
     ticket = Ticket(3, 1)
     state = BufferState(4, 0, (), (FinishedGroup(ticket, 2, group),))
     stored = json.loads(json.dumps(encode(state)))
@@ -776,7 +776,7 @@ def _with_calls(episode: Episode | None, calls: Any) -> Episode | None:
 def test_rollout_files_have_the_sequences_and_turns_of_episodes(
     tmp_path: Path, template: EpisodeTemplate, format: Any
 ) -> None:
-    group = scored(FIRST, SECOND)
+    group = score(FIRST, SECOND)
     step = make_step([group], np.arange(1.0, 7.0), np.array([[True, False]]))
     log = RolloutLog(tmp_path, template.tokenizer, is_on=True, format=format)
     log.write(1, [group], step.sequences, [group])

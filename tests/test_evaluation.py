@@ -57,7 +57,7 @@ def prompt(**extra: str) -> Prompt:
     return Prompt(0, np.array([1, 2]), "4", extra)
 
 
-def scored(row: Prompt, *scores: dict[str, float]) -> ScoredGroup:
+def score(row: Prompt, *scores: dict[str, float]) -> ScoredGroup:
     empty = Completion(np.zeros(0, np.int64), np.zeros(0, np.float32), "stop", 0, "")
     return ScoredGroup(
         RolloutGroup(row, (empty,) * len(scores)), tuple(Reward(0.0, score) for score in scores)
@@ -68,7 +68,7 @@ def test_the_first_verifier_of_a_ground_truth_decides_and_its_full_score_is_righ
     judge = Judge(
         (Source(model="m"), Source(verifier="strict_format", weight=0.5), Source(verifier="acc"))
     )
-    group = scored(
+    group = score(
         prompt(),
         *({"reward_model": 9.0, "strict_format": 1.0, "acc": score} for score in (1.0, -0.5, -1.0)),
     )
@@ -92,11 +92,11 @@ def test_every_row_is_judged_by_a_source_of_its_tag_and_by_a_model_only_if_confi
         "multiple_choice",
         None,
     ]
-    assert judge.verdicts([scored(prompt(tag="talk"), {"reward_model": 3.0})]) == [None]
+    assert judge.verdicts([score(prompt(tag="talk"), {"reward_model": 3.0})]) == [None]
     assert Judge(judge.sources, source="acc").source_for(prompt(tag="choice")) is None
 
 
-def played(*ends: tuple[str, bool | None], environment: str = "") -> ScoredGroup:
+def play(*ends: tuple[str, bool | None], environment: str = "") -> ScoredGroup:
     """Return a group of episodes by their finish reason and the success that was reported."""
     nothing = np.zeros(0, np.int64), np.zeros(0, np.float32)
     completions = []
@@ -109,13 +109,13 @@ def played(*ends: tuple[str, bool | None], environment: str = "") -> ScoredGroup
 
 
 def test_episodes_that_an_environment_did_not_finish_are_not_successful():
-    walks = [played(("stop", True)), played(("stop", False)), *[played(("turns", None))] * 8]
+    walks = [play(("stop", True)), play(("stop", False)), *[play(("turns", None))] * 8]
     verdicts = Judge(()).verdicts(walks)
     assert verdicts == [[True], *[[False]] * 9]
     assert episode_metrics([walk.rollout for walk in walks])["success"] == 0.1
     ends = [("length", None), ("time", None), ("fault", None), ("stop", True)]
-    mixed = played(*ends, environment="lake")
-    unknown = played(*ends[:3], environment="talk")
+    mixed = play(*ends, environment="lake")
+    unknown = play(*ends[:3], environment="talk")
     assert Judge(()).verdicts([mixed, unknown]) == [[False, False, False, True], None]
     assert episode_metrics([mixed.rollout, unknown.rollout])["success"] == pytest.approx(1 / 3)
     assert "success" not in episode_metrics([unknown.rollout])
@@ -244,8 +244,8 @@ def test_answers_are_written_with_their_scores(tmp_path: Path):
         backend = make_tokenizer()
 
     groups = [
-        scored(prompt(), {"acc": 1.0}, {"acc": -1.0}),
-        scored(prompt(tag="talk"), {"reward_model": 2.0}, {"reward_model": 1.0}),
+        score(prompt(), {"acc": 1.0}, {"acc": -1.0}),
+        score(prompt(tag="talk"), {"reward_model": 2.0}, {"reward_model": 1.0}),
     ]
     RolloutLog(tmp_path, Text(), is_on=True).write_evaluation(7, groups, [[True, False], None])  # pyright: ignore[reportArgumentType]
     rows = [

@@ -164,15 +164,15 @@ def test_a_tracker_writes_what_its_reader_reads(
 
 @pytest.mark.parametrize("name", golden.PRESETS)
 def test_a_preset_has_the_numbers_of_its_paper(name: str) -> None:
-    assert dict(dotted(preset_values(name))) == golden.PRESETS[name]
+    assert dict(dotted_leaves(preset_values(name))) == golden.PRESETS[name]
 
 
-def dotted(values: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
+def dotted_leaves(values: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
     """Return the leaves of nested mappings by dotted key."""
     leaves: list[tuple[str, Any]] = []
     for name, value in values.items():
         if isinstance(value, Mapping):
-            leaves += dotted(value, f"{prefix}{name}.")
+            leaves += dotted_leaves(value, f"{prefix}{name}.")
         else:
             leaves.append((f"{prefix}{name}", value))
     return leaves

@@ -56,7 +56,7 @@ rewards:
 """
 
 
-def imported(system: str, text: str, folder: Path, suffix: str) -> Translation:
+def convert(system: str, text: str, folder: Path, suffix: str) -> Translation:
     file = folder / f"given.{suffix}"
     file.write_text(text, encoding="utf-8")
     return translate_arguments(system, [str(file)])
@@ -66,7 +66,7 @@ def native_tree(translation: Translation) -> Any:
     return plain(parse(native_yaml(translation), "native.yaml"))
 
 
-def changed(text: str, *pairs: tuple[str, str]) -> str:
+def edit(text: str, *pairs: tuple[str, str]) -> str:
     for old, new in pairs:
         assert old in text, old
         text = text.replace(old, new)
@@ -77,7 +77,7 @@ def changed(text: str, *pairs: tuple[str, str]) -> str:
 
 
 def test_batches_of_roll_follow_from_devices_and_accumulation(tmp_path: Path):
-    tree = native_tree(imported("roll", RLVR, tmp_path, "yaml"))
+    tree = native_tree(convert("roll", RLVR, tmp_path, "yaml"))
     assert tree["cluster"] == {"devices_per_node": 8, "nodes": 2, "rpc_timeout_s": 3600}
     assert tree["train"]["updates"]["samples_per_update"] == 2 * 16 * (
         16 // 2
@@ -169,7 +169,7 @@ def test_batches_of_roll_follow_from_devices_and_accumulation(tmp_path: Path):
 def test_a_changed_key_of_roll_changes_its_translation(
     old: str, new: str, key: str, value: object, tmp_path: Path
 ):
-    tree = native_tree(imported("roll", changed(RLVR, (old, new)), tmp_path, "yaml"))
+    tree = native_tree(convert("roll", edit(RLVR, (old, new)), tmp_path, "yaml"))
     for name in key.split("."):
         tree = tree.get(name) if isinstance(tree, dict) else None
     assert tree == value
@@ -187,10 +187,8 @@ def test_a_changed_key_of_roll_changes_its_translation(
     ],
 )
 def test_lora_target_of_roll_enables_adapters(args: str, lora: object, tmp_path: Path):
-    text = changed(
-        RLVR, ("  infer_batch_size: 4", f"  infer_batch_size: 4\n  model_args: {{{args}}}")
-    )
-    assert native_tree(imported("roll", text, tmp_path, "yaml"))["train"].get("lora") == lora
+    text = edit(RLVR, ("  infer_batch_size: 4", f"  infer_batch_size: 4\n  model_args: {{{args}}}"))
+    assert native_tree(convert("roll", text, tmp_path, "yaml"))["train"].get("lora") == lora
 
 
 @pytest.mark.parametrize(
@@ -202,9 +200,9 @@ def test_lora_target_of_roll_enables_adapters(args: str, lora: object, tmp_path:
     ],
 )
 def test_warmup_steps_of_roll_override_the_ratio(args: str, warmup: float, tmp_path: Path):
-    text = changed(RLVR, ("warmup_steps: 20", args))
+    text = edit(RLVR, ("warmup_steps: 20", args))
     assert (
-        native_tree(imported("roll", text, tmp_path, "yaml"))["train"]["optimizer"]["warmup"]
+        native_tree(convert("roll", text, tmp_path, "yaml"))["train"]["optimizer"]["warmup"]
         == warmup
     )
 
@@ -215,22 +213,22 @@ def test_virtual_stages_of_roll_become_layers_per_stage(tmp_path: Path):
         "tensor_model_parallel_size: 2, pipeline_model_parallel_size: "
         "2, virtual_pipeline_model_parallel_size: 2"
     )
-    text = changed(
+    text = edit(
         RLVR,
         ("tensor_model_parallel_size: 2", stages),
         ("pretrain: model", f"pretrain: {tmp_path}/model"),
     )
     assert (
-        native_tree(imported("roll", text, tmp_path, "yaml"))["train"]["parallel"]["vpp"] == 2
+        native_tree(convert("roll", text, tmp_path, "yaml"))["train"]["parallel"]["vpp"] == 2
     )  # 8 layers in 2 * 2 stages
-    absent = imported("roll", changed(text, (f"{tmp_path}/model", "absent")), tmp_path, "yaml")
+    absent = convert("roll", edit(text, (f"{tmp_path}/model", "absent")), tmp_path, "yaml")
     assert "vpp" not in native_tree(absent)["train"]["parallel"]
     (key_result,) = [o for o in absent.key_results if o.entry.key.startswith("virtual_")]
     assert key_result.status is KeyStatus.SPEED and "train.parallel.vpp" in key_result.text
     with pytest.raises(MsrlError, match=mentions("8 layers", "2 * 3 stages")):
-        imported(
+        convert(
             "roll",
-            changed(
+            edit(
                 text,
                 (
                     "virtual_pipeline_model_parallel_size: 2",
@@ -251,7 +249,7 @@ validation:
 
 
 def test_validation_of_roll_becomes_evaluation_before_and_during_training(tmp_path: Path):
-    translation = imported("roll", RLVR + HELD_OUT, tmp_path, "yaml")
+    translation = convert("roll", RLVR + HELD_OUT, tmp_path, "yaml")
     sampling = {"temperature": 0.6, "top_p": 0.7, "top_k": -1}  # the second is ROLL's default
     assert native_tree(translation)["eval"] == {
         "every_steps": 5,
@@ -262,18 +260,18 @@ def test_validation_of_roll_becomes_evaluation_before_and_during_training(tmp_pa
     assert any(
         "--set data.eval=PREFIX" in str(key_result) for key_result in translation.key_results
     )
-    longer = imported(
+    longer = convert(
         "roll",
         RLVR + HELD_OUT + "val_prompt_length: 1024\nval_sequence_length: 5120\n",
         tmp_path,
         "yaml",
     )
     assert native_tree(longer)["eval"]["max_response_tokens"] == 4096
-    often = imported("roll", changed(RLVR + HELD_OUT, ("eval_steps: 5\n", "")), tmp_path, "yaml")
+    often = convert("roll", edit(RLVR + HELD_OUT, ("eval_steps: 5\n", "")), tmp_path, "yaml")
     assert native_tree(often)["eval"]["every_steps"] == 10  # ROLL's default
-    greedy = imported(
+    greedy = convert(
         "roll",
-        changed(
+        edit(
             RLVR + HELD_OUT,
             ("temperature: 0.6", "temperature: 0"),
             ("_sequences: 4", "_sequences: 1"),
@@ -289,16 +287,16 @@ def test_validation_of_roll_becomes_evaluation_before_and_during_training(tmp_pa
     [
         RLVR + "eval_steps: 5\n",
         RLVR + "validation: {}\n",
-        RLVR + changed(HELD_OUT, ("eval_steps: 5", "eval_steps: 0")),
+        RLVR + edit(HELD_OUT, ("eval_steps: 5", "eval_steps: 0")),
     ],
 )
 def test_roll_does_not_evaluate_without_validation_data_or_eval_steps(text: str, tmp_path: Path):
-    assert "eval" not in native_tree(imported("roll", text, tmp_path, "yaml"))
+    assert "eval" not in native_tree(convert("roll", text, tmp_path, "yaml"))
 
 
 def test_roll_validation_needs_both_lengths(tmp_path: Path):
     with pytest.raises(MsrlError, match=mentions("val_sequence_length=2048", "val_prompt_length")):
-        imported("roll", RLVR + HELD_OUT + "val_sequence_length: 2048\n", tmp_path, "yaml")
+        convert("roll", RLVR + HELD_OUT + "val_sequence_length: 2048\n", tmp_path, "yaml")
 
 
 def test_dead_keys_of_roll_are_reported(tmp_path: Path):
@@ -307,7 +305,7 @@ def test_dead_keys_of_roll_are_reported(tmp_path: Path):
         + "l2: 0.1\nreward_norm: group\nuse_topr_loss: false\ninit_kl_coef: 0.5\n"
         + "add_len_reward: true\nsft_loss_coef: 0\n"
     )
-    translation = imported("roll", text, tmp_path, "yaml")
+    translation = convert("roll", text, tmp_path, "yaml")
     dead = {
         key_result.entry.key
         for key_result in translation.key_results
@@ -329,7 +327,7 @@ def test_a_misspelt_key_of_roll_is_named_with_its_line(tmp_path: Path):
         MsrlError,
         match=mentions("given.yaml:8: adv_estimater=grpo", "key", "ROLL", "'adv_estimator'"),
     ):
-        imported("roll", RLVR.replace("adv_estimator", "adv_estimater"), tmp_path, "yaml")
+        convert("roll", RLVR.replace("adv_estimator", "adv_estimater"), tmp_path, "yaml")
 
 
 def test_a_file_of_roll_is_imported_not_run(tmp_path: Path):
@@ -341,7 +339,7 @@ def test_a_file_of_roll_is_imported_not_run(tmp_path: Path):
 def roll_roles(folder: Path, infer: str, reference: str) -> Any:
     """Return cluster.roles of a run that trains on devices 0 to 15."""
     layout = "{strategy_name: megatron_infer, strategy_config: {tensor_model_parallel_size: 4}}"
-    text = changed(
+    text = edit(
         RLVR,
         ("  num_gpus_per_worker: 2\n  device_mapping: list(range(0,16))", infer),
         (
@@ -350,7 +348,7 @@ def roll_roles(folder: Path, infer: str, reference: str) -> Any:
             f"reference: {{strategy_args: {layout}, device_mapping: '{reference}'}}",
         ),
     )
-    tree = native_tree(imported("roll", text, folder, "yaml"))
+    tree = native_tree(convert("roll", text, folder, "yaml"))
     return tree["cluster"].get("roles", {}), tree["rollout"]["engine"]
 
 
@@ -399,11 +397,11 @@ def test_the_complete_examples_of_lightrft_are_read_key_by_key(tmp_path: Path):
     ]
     assert len(blocks) == 2
     for block in blocks:
-        translation = imported("lightrft", block, tmp_path, "sh")
+        translation = convert("lightrft", block, tmp_path, "sh")
         assert {key_result.entry.path for key_result in translation.key_results} == set(
             re.findall(r"--(\w+)", block)
         )
-    assert native_tree(imported("lightrft", blocks[0], tmp_path, "sh"))["train"]["updates"] == {
+    assert native_tree(convert("lightrft", blocks[0], tmp_path, "sh"))["train"]["updates"] == {
         "samples_per_update": 128,
         "epochs": 1,
     }
@@ -434,18 +432,18 @@ def test_the_complete_examples_of_lightrft_are_read_key_by_key(tmp_path: Path):
 def test_a_flag_of_lightrft_changes_its_translation(
     flags: str, key: str, value: object, tmp_path: Path
 ):
-    tree = native_tree(imported("lightrft", f"{FLAGS} {flags}", tmp_path, "sh"))
+    tree = native_tree(convert("lightrft", f"{FLAGS} {flags}", tmp_path, "sh"))
     for name in key.split("."):
         tree = tree.get(name) if isinstance(tree, dict) else None
     assert tree == value
 
 
 def test_gspo_and_gmpo_are_a_ratio_and_a_loss(tmp_path: Path):
-    gspo = native_tree(imported("lightrft", FLAGS.replace("group_norm", "gspo"), tmp_path, "sh"))[
+    gspo = native_tree(convert("lightrft", FLAGS.replace("group_norm", "gspo"), tmp_path, "sh"))[
         "algo"
     ]
     assert (gspo["advantage"]["estimator"], gspo["ratio"]) == ("group_norm", "sequence")
-    gmpo = native_tree(imported("lightrft", FLAGS.replace("group_norm", "gmpo"), tmp_path, "sh"))[
+    gmpo = native_tree(convert("lightrft", FLAGS.replace("group_norm", "gmpo"), tmp_path, "sh"))[
         "algo"
     ]
     assert (gmpo["advantage"]["estimator"], gmpo["policy_loss"]) == ("group_norm", "gmpo")
@@ -485,7 +483,7 @@ def test_the_commands_of_the_mindspeed_guides_are_translated(tmp_path: Path):
         if re.search(r"convert_ckpt.py|preprocess_data.py", block)
     ]
     assert len(blocks) == 6
-    trees = [native_tree(imported("mindspeed-llm", block, tmp_path, "sh")) for block in blocks]
+    trees = [native_tree(convert("mindspeed-llm", block, tmp_path, "sh")) for block in blocks]
     assert trees[0]["convert"] == {
         "command": "hf2mcore",
         "load": "/root/llm_dataset/models/Qwen/Qwen2.5-0.5B",
@@ -540,7 +538,7 @@ GPT_ARGS="
 torchrun --nproc_per_node 8 posttrain_gpt.py $GPT_ARGS --stage sft --load ckpt --finetune \
     --data-path data/alpaca  # go
 """
-    translation = imported("mindspeed-llm", script, tmp_path, "sh")
+    translation = convert("mindspeed-llm", script, tmp_path, "sh")
     tree = native_tree(translation)
     assert (
         tree["train"]["parallel"] == {"tp": 2, "sp": True, "pp": 1}
@@ -566,7 +564,7 @@ def test_an_undefined_variable_of_a_script_is_named():
 
 def test_unsupported_flags_are_refused_with_a_reason(tmp_path: Path):
     with pytest.raises(MsrlError, match=mentions("qlora_nf4=true", "weights")):
-        imported(
+        convert(
             "mindspeed-llm",
             "python convert_ckpt.py --load-dir a --save-dir b --qlora-nf4",
             tmp_path,
@@ -590,7 +588,7 @@ def test_other_optimizers_than_adam_are_refused_with_a_reason(
     )
 
     def refused(flags: str) -> str:
-        return "\n".join(imported("mindspeed-llm", f"{script} {flags}", tmp_path, "sh").refusals())
+        return "\n".join(convert("mindspeed-llm", f"{script} {flags}", tmp_path, "sh").refusals())
 
     assert_mentions(refused(flags), *fragments)
     assert "optimizer=" not in refused("--optimizer adam --muon-momentum 0.9")
@@ -635,7 +633,7 @@ def test_errors_in_first_generation_files_are_reported(
     old: str, new: str, fragments: tuple[str, ...], tmp_path: Path
 ):
     text = (EXAMPLES / "grpo_llama32_1b.yaml").read_text(encoding="utf-8")
-    (tmp_path / "given.yaml").write_text(changed(text, (old, new)), encoding="utf-8")
+    (tmp_path / "given.yaml").write_text(edit(text, (old, new)), encoding="utf-8")
     translation = foreign(str(tmp_path / "given.yaml"))
     assert translation is not None and any(
         re.match(mentions(*fragments), line) for line in translation.errors
@@ -643,9 +641,9 @@ def test_errors_in_first_generation_files_are_reported(
 
 
 def test_the_critic_of_roll_averages_sequences_and_has_the_batches_of_the_actor(tmp_path: Path):
-    text = changed(RLVR, ("adv_estimator: grpo", "adv_estimator: gae"))
-    tree = native_tree(imported("roll", text, tmp_path, "yaml"))
+    text = edit(RLVR, ("adv_estimator: grpo", "adv_estimator: gae"))
+    tree = native_tree(convert("roll", text, tmp_path, "yaml"))
     assert tree["algo"]["value"]["aggregate"] == "seq-mean-token-mean"
     other = f"{text}critic: {{training_args: {{gradient_accumulation_steps: 3}}}}\n"
     with pytest.raises(MsrlError, match=mentions("steps=3", "policy", "16", "--approximate")):
-        imported("roll", other, tmp_path, "yaml")
+        convert("roll", other, tmp_path, "yaml")

@@ -12,15 +12,15 @@ from msrl.errors import MsrlError
 from msrl.importers.command import translate_arguments
 from msrl.importers.translation import KeyStatus, Translation
 from support import assert_mentions, mentions
-from test_imports_commands import RLVR, changed, native_tree
-from test_imports_mindspeed_rl import MULTI_TURN, PRESENT, TOOL, folder, translated
+from test_imports_commands import RLVR, edit, native_tree
+from test_imports_mindspeed_rl import MULTI_TURN, PRESENT, TOOL, folder, translate
 
 __all__ = ["folder"]  # a fixture
 REWARDS = (
     "rewards:\n  math_rule: {worker_cls: roll.rewards.MathRuleRewardWorker, tag_included: [math]}\n"
 )
 AGENTIC = (
-    changed(
+    edit(
         RLVR,
         (REWARDS, ""),
         ("prompt_length: 1024\nresponse_length: 2048\n", "sequence_length: 1024\n"),
@@ -60,7 +60,7 @@ LAKE = {
 }  # fmt: skip
 
 
-def imported(text: str, folder: Path) -> Translation:
+def convert(text: str, folder: Path) -> Translation:
     file = folder / "given.yaml"
     file.write_text(text, encoding="utf-8")
     return translate_arguments("roll", [str(file)], approximate=True)
@@ -72,7 +72,7 @@ def tree(translation: Translation) -> Any:
 
 
 def test_an_environment_of_roll_becomes_that_of_msrl(tmp_path: Path):
-    translation = imported(AGENTIC, tmp_path)
+    translation = convert(AGENTIC, tmp_path)
     native = tree(translation)
     limits = {"max_turns": 5, "max_turn_tokens": 64}
     assert native["environment"] == {**LAKE, **limits, "reward_at": "end"}
@@ -87,8 +87,8 @@ def test_an_environment_of_roll_becomes_that_of_msrl(tmp_path: Path):
 
 def test_tags_of_roll_become_a_mixture_with_weights(tmp_path: Path):
     old = "tags: [Lake], num_groups_partition: [8]"
-    text = changed(AGENTIC, (old, "tags: [Lake, Room], num_groups_partition: [6, 2]"))
-    environment = tree(imported(text, tmp_path))["environment"]
+    text = edit(AGENTIC, (old, "tags: [Lake, Room], num_groups_partition: [6, 2]"))
+    environment = tree(convert(text, tmp_path))["environment"]
     assert environment["mixture"]["Lake"] == {**LAKE, "weight": 6.0}
     room = environment["mixture"]["Room"]
     assert (room["name"], room["weight"], room["options"]["size"]) == ("sokoban", 2.0, 6)
@@ -100,11 +100,11 @@ def test_tags_of_roll_become_a_mixture_with_weights(tmp_path: Path):
 
 @pytest.mark.parametrize(("method", "normalize"), [("mean", False), ("mean_std", True)])
 def test_gigpo_of_roll_keeps_its_weights(method: str, normalize: bool, tmp_path: Path):
-    text = changed(
+    text = edit(
         AGENTIC, ("adv_estimator: grpo", "adv_estimator: gigpo"), (": mean}", f": {method}}}")
     )
     text += "step_reward_weight: 0.5\nepisode_reward_weight: 1.0\nstep_reward_gamma: 0.9\n"
-    native = tree(imported(text, tmp_path))
+    native = tree(convert(text, tmp_path))
     options = {"omega": 0.5, "step_gamma": 0.9, "normalize": normalize, "count": "turns"}
     assert native["algo"]["options"] == options
     assert "norm" not in native.get("reward", {})
@@ -113,13 +113,13 @@ def test_gigpo_of_roll_keeps_its_weights(method: str, normalize: bool, tmp_path:
 def test_sampling_of_the_environments_is_used_unless_the_engine_has_its_own(tmp_path: Path):
     old = "tags: [Lake], num_groups_partition: [8]"
     args = "generating_args: {temperature: 0.6, top_p: 0.5, top_k: 7, max_new_tokens: 48}"
-    text = changed(AGENTIC, (old, f"{old}, {args}"))
-    both = tree(imported(text, tmp_path))["rollout"]["sampling"]
-    assert both == tree(imported(AGENTIC, tmp_path))["rollout"]["sampling"]  # of actor_infer
+    text = edit(AGENTIC, (old, f"{old}, {args}"))
+    both = tree(convert(text, tmp_path))["rollout"]["sampling"]
+    assert both == tree(convert(AGENTIC, tmp_path))["rollout"]["sampling"]  # of actor_infer
     lines = text.splitlines(keepends=True)
     start = next(n for n, line in enumerate(lines) if line.startswith("actor_infer:"))
     number = next(n for n in range(start, len(lines)) if "generating_args" in lines[n])
-    native = tree(imported("".join([*lines[:number], *lines[number + 1 :]]), tmp_path))
+    native = tree(convert("".join([*lines[:number], *lines[number + 1 :]]), tmp_path))
     assert native["rollout"]["sampling"] == {"temperature": 0.6, "top_p": 0.5, "top_k": 7}
     assert native["environment"]["max_turn_tokens"] == 48
 
@@ -136,10 +136,10 @@ NORMS = [
 @pytest.mark.parametrize(("norm", "center", "scale"), NORMS)
 def test_groupings_of_roll_become_scopes(norm: str, center: str, scale: str, tmp_path: Path):
     old = "{grouping: traj_group_id, method: mean}"
-    native = tree(imported(changed(AGENTIC, (old, norm)), tmp_path))
+    native = tree(convert(edit(AGENTIC, (old, norm)), tmp_path))
     assert native["reward"]["norm"] == {"center": center, "scale": scale}
     steps = ("adv_estimator: grpo", "adv_estimator: step_reinforce")
-    native = tree(imported(changed(AGENTIC, steps, (old, norm)), tmp_path))
+    native = tree(convert(edit(AGENTIC, steps, (old, norm)), tmp_path))
     alone = "group" if "norm_std_type: batch" in norm else "none"
     options = {"step_gamma": 0.95, "center": center, "scale": scale, "zero_alone": alone}
     expected = {name: value for name, value in options.items() if value != "none"}
@@ -148,11 +148,11 @@ def test_groupings_of_roll_become_scopes(norm: str, center: str, scale: str, tmp
 
 def test_gigpo_of_roll_may_group_by_tag_and_an_unknown_grouping_is_refused(tmp_path: Path):
     gigpo = ("adv_estimator: grpo", "adv_estimator: gigpo")
-    text = changed(AGENTIC, gigpo, ("grouping: traj_group_id", "grouping: tags"))
-    assert tree(imported(text, tmp_path))["algo"]["options"]["grouping"] == "tag"
-    wrong = changed(AGENTIC, ("grouping: traj_group_id", "grouping: weekday"))
+    text = edit(AGENTIC, gigpo, ("grouping: traj_group_id", "grouping: tags"))
+    assert tree(convert(text, tmp_path))["algo"]["options"]["grouping"] == "tag"
+    wrong = edit(AGENTIC, ("grouping: traj_group_id", "grouping: weekday"))
     with pytest.raises(MsrlError, match=mentions("grouping=weekday", "inductive")):
-        imported(wrong, tmp_path)
+        convert(wrong, tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -167,7 +167,7 @@ def test_gigpo_of_roll_may_group_by_tag_and_an_unknown_grouping_is_refused(tmp_p
 )
 def test_an_environment_that_msrl_cannot_run_is_refused(old, new, keywords, tmp_path: Path):
     with pytest.raises(MsrlError, match=mentions(*keywords)):
-        imported(changed(AGENTIC, (old, new)), tmp_path)
+        convert(edit(AGENTIC, (old, new)), tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -179,13 +179,13 @@ def test_an_environment_that_msrl_cannot_run_is_refused(old, new, keywords, tmp_
     ],
 )
 def test_a_difference_to_an_environment_of_roll_is_reported(old, new, keywords, tmp_path: Path):
-    translation = imported(changed(AGENTIC, (old, new)), tmp_path)
+    translation = convert(edit(AGENTIC, (old, new)), tmp_path)
     (line,) = [line for line in translation.differences if "env_type" not in line]
     assert_mentions(line, *keywords, "--approximate")
 
 
 def test_every_key_of_an_environment_of_roll_is_reported(tmp_path: Path):
-    translation = imported(AGENTIC, tmp_path)
+    translation = convert(AGENTIC, tmp_path)
     paths = {result.entry.path for result in translation.key_results}
     for name in ("env_type", "max_steps", "env_config.size", "env_config.p", "use_thread_lock"):
         assert f"custom_envs.Lake.{name}" in paths
@@ -200,7 +200,7 @@ def test_the_tool_of_mindspeed_rl_becomes_an_environment(folder: Path):
         "rl_config.max_tool_response_length": 256,
         "rl_config.max_total_response_length": 1900,
     }
-    translation = translated(PRESENT, folder, keys)
+    translation = translate(PRESENT, folder, keys)
     assert not translation.errors and not translation.differences
     native = plain(translation.complete_tree())
     assert native["environment"] == {
@@ -219,7 +219,7 @@ def test_a_search_of_mindspeed_rl_needs_a_corpus(folder: Path):
         "tools: [{class_name: mindspeed_rl.tools.search_tool.SearchTool, config: {topk: 5}}]",
         encoding="utf-8",
     )
-    translation = translated(
+    translation = translate(
         PRESENT, folder, {**MULTI_TURN, "rl_config.tool_config_path": str(file)}
     )
     assert plain(translation.complete_tree())["environment"]["options"] == {"num_results": 5}
@@ -235,7 +235,7 @@ def test_a_tool_that_msrl_does_not_have_is_refused(content, keyword, folder: Pat
     file = folder / "tool.yaml"
     if content is not None:
         file.write_text(content, encoding="utf-8")
-    translation = translated(
+    translation = translate(
         PRESENT, folder, {**MULTI_TURN, "rl_config.tool_config_path": str(file)}
     )
     (line,) = translation.errors
@@ -243,7 +243,7 @@ def test_a_tool_that_msrl_does_not_have_is_refused(content, keyword, folder: Pat
 
 
 def test_keys_of_tools_are_dead_without_multi_turn(folder: Path):
-    translation = translated(
+    translation = translate(
         PRESENT, folder, {"rl_config.max_tool_calls": 3, "rl_config.tool_config_path": str(TOOL)}
     )
     statuses = {r.entry.key: r.status for r in translation.key_results}

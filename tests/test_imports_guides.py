@@ -118,7 +118,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "conf"
 
 
-def translated(name: str, text: str, folder: Path) -> Translation:
+def translate(name: str, text: str, folder: Path) -> Translation:
     """Return the translation, which includes its errors."""
     file = folder / "given.yaml"
     file.write_text(text, encoding="utf-8")
@@ -152,7 +152,7 @@ def all_keys(text: str) -> set[tuple[str, int]]:
 @pytest.mark.parametrize("name", FILES)
 def test_every_key_of_a_guides_complete_example_is_reported(name: str, folder: Path):
     text = FILES[name]()
-    translation = translated(name, text, folder)
+    translation = translate(name, text, folder)
     assert not translation.errors
     recorded = {
         (key_result.entry.key, key_result.entry.origin.line)
@@ -166,7 +166,7 @@ def test_every_key_of_a_guides_complete_example_is_reported(name: str, folder: P
     ).value  # what `config import` writes is YAML
 
 
-def misspelt(line: str, key: str) -> str:
+def misspell(line: str, key: str) -> str:
     """Return a line with the last letter of its key doubled."""
     for spelling in (key, key.replace("_", "-")):
         line = re.sub(rf"(?<![\w-]){spelling}:", f"{spelling}{spelling[-1]}:", line)
@@ -175,7 +175,7 @@ def misspelt(line: str, key: str) -> str:
 
 def collect_errors(name: str, text: str, folder: Path) -> list[str]:
     try:
-        return translated(name, text, folder).errors
+        return translate(name, text, folder).errors
     except (MsrlError, AssertionError) as error:  # the file is no longer recognized
         return [str(error)]
 
@@ -196,7 +196,7 @@ def test_every_key_of_a_guides_complete_example_is_caught_when_it_is_misspelt(
     }
     apart |= {(key, number) for key, number in keys if "${" in lines[number - 1] or key in named}
     for group in (keys - apart, *({key} for key in keys)):
-        wrong = {number: misspelt(lines[number - 1], key) for key, number in group}
+        wrong = {number: misspell(lines[number - 1], key) for key, number in group}
         errors = collect_errors(
             name, "\n".join(wrong.get(number, line) for number, line in enumerate(lines, 1)), folder
         )
@@ -224,7 +224,7 @@ def test_file_fragments_in_the_guides_have_no_unknown_keys(folder: Path):
         text = "\n".join(line[indent:] for line in text.splitlines())
         if text.startswith("actor_resource"):
             text = "rl_config:\n" + "\n".join(f"  {line}" for line in text.splitlines())
-        translation = translated("mindspeed", text, folder)
+        translation = translate("mindspeed", text, folder)
         assert not [line for line in translation.errors if "key" in line.split(": ")[-1]]
 
 
@@ -324,7 +324,7 @@ def test_a_roll_file_of_modelscope_names_the_variable_that_selects_the_hub(
     value: str, is_named: bool, folder: Path
 ):
     text = roll().replace("USE_MODELSCOPE: '1'", f"USE_MODELSCOPE: {value}")
-    results = translated("roll", text, folder).key_results
+    results = translate("roll", text, folder).key_results
     (variables,) = (result for result in results if result.entry.key == "system_envs")
     assert ("MSRL_HUB=modelscope" in variables.text) == is_named
 

@@ -31,7 +31,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def translated(text: str, folder: Path) -> Translation:
+def translate(text: str, folder: Path) -> Translation:
     file = folder / "configs" / "run.yaml"
     file.write_text(text)
     return translate_arguments("mindspeed-rl", [str(file)])
@@ -43,18 +43,18 @@ def native_tree(translation: Translation) -> Any:
 
 def test_a_file_has_the_keys_of_the_files_in_its_defaults(folder: Path) -> None:
     text = "defaults: [base]\nactor_config: {lr: 5e-6}\n"
-    tree = native_tree(translated(text, folder))
+    tree = native_tree(translate(text, folder))
     assert tree["train"]["optimizer"]["lr"] == 5e-6
     assert tree["checkpoint"]["load"] == "ckpt"
 
 
 def test_files_behind_self_override_the_file(folder: Path) -> None:
     text = "defaults: [_self_, base]\nactor_config: {lr: 5e-6}\n"
-    assert native_tree(translated(text, folder))["train"]["optimizer"]["lr"] == 1e-6
+    assert native_tree(translate(text, folder))["train"]["optimizer"]["lr"] == 1e-6
 
 
 def test_a_file_with_keys_of_no_system_belongs_to_that_of_its_defaults(folder: Path) -> None:
-    tree = native_tree(translated("defaults: [base, _self_]\nref_config: {load: other}\n", folder))
+    tree = native_tree(translate("defaults: [base, _self_]\nref_config: {load: other}\n", folder))
     assert tree["checkpoint"]["load"] == "ckpt"
 
 
@@ -63,10 +63,10 @@ def test_a_supervised_file_may_share_sections_but_not_those_of_other_programs(
 ) -> None:
     keys = "finetune: true, load: c, data_path: d, lr: 1e-6, global_batch_size: 8, train_iters: 2"
     text = f"shared: &shared {{lr: 5e-6}}\nsft: {{<<: *shared, {keys.replace('lr: 1e-6, ', '')}}}\n"
-    tree = native_tree(translated(text, folder))
+    tree = native_tree(translate(text, folder))
     assert tree["train"]["optimizer"]["lr"] == 5e-6
     with pytest.raises(MsrlError) as caught:
-        translated(f"sft: {{{keys}}}\nrl_config: {{}}\n", folder)
+        translate(f"sft: {{{keys}}}\nrl_config: {{}}\n", folder)
     assert_mentions(str(caught.value), "rl_config", "unknown")
 
 
@@ -82,15 +82,15 @@ def test_a_supervised_file_may_share_sections_but_not_those_of_other_programs(
 )
 def test_an_included_file_belongs_to_its_section(item: str, text: str, folder: Path) -> None:
     (folder / "configs" / "cluster" / "many.yaml").write_text(text)
-    tree = native_tree(translated(f"defaults:\n- base\n- {item}\nactor_config: {{}}\n", folder))
+    tree = native_tree(translate(f"defaults:\n- base\n- {item}\nactor_config: {{}}\n", folder))
     assert tree["train"]["optimizer"]["lr"] == 5e-6
 
 
 def test_a_missing_file_is_an_error_unless_it_is_optional(folder: Path) -> None:
     text = "defaults:\n- base\n- optional none\n- override hydra/job_logging: off\nactor_config: {}"
-    translated(text, folder)
+    translate(text, folder)
     with pytest.raises(MsrlError) as caught:
-        translated("defaults:\n- base\n- none\nactor_config: {}\n", folder)
+        translate("defaults:\n- base\n- none\nactor_config: {}\n", folder)
     assert_mentions(str(caught.value), "run.yaml:3", "defaults", "not found", "none.yaml")
 
 
@@ -104,7 +104,7 @@ def test_references_to_keys_and_the_environment_are_resolved(
         "actor_config: {lr: '${oc.decode:${oc.env:LR_X,5e-6}}', save: '${.load}_out'}\n"
         "rl_config: {wandb_exp_name: '${oc.env:RUN_SECRET}'}\n"
     )
-    translation = translated(text, folder)
+    translation = translate(text, folder)
     tree = native_tree(translation)
     assert tree["data"]["train"] == "ckpt/x"
     assert tree["checkpoint"]["save"] == "ckpt_out"
@@ -115,19 +115,19 @@ def test_references_to_keys_and_the_environment_are_resolved(
 
 def test_a_variable_that_is_not_set_is_an_error(folder: Path) -> None:
     with pytest.raises(MsrlError) as caught:
-        translated("defaults: [base]\nactor_config: {load: '${oc.env:NOT_SET_X}'}", folder)
+        translate("defaults: [base]\nactor_config: {load: '${oc.env:NOT_SET_X}'}", folder)
     assert_mentions(str(caught.value), "run.yaml:2", "NOT_SET_X", "not set")
 
 
 def test_a_section_that_only_holds_an_anchor_is_ignored_as_in_the_original(folder: Path) -> None:
     text = "shared: &shared {lr: 5e-6}\ndefaults: [base]\nactor_config: {<<: *shared, save: x}\n"
-    translation = translated(text, folder)
+    translation = translate(text, folder)
     tree = native_tree(translation)
     assert (tree["train"]["optimizer"]["lr"], tree["checkpoint"]["save"]) == (5e-6, "x")
     statuses = {o.entry.key: o.status for o in translation.key_results}
     assert statuses["shared"] is KeyStatus.DEAD
     with pytest.raises(MsrlError) as caught:
-        translated("defaults: [base]\nactor_confg: {lr: 5e-6}\n" + "rl_config: {}\n", folder)
+        translate("defaults: [base]\nactor_confg: {lr: 5e-6}\n" + "rl_config: {}\n", folder)
     assert_mentions(str(caught.value), "actor_confg", "unknown", "actor_config")
 
 

@@ -14,7 +14,7 @@ from msrl.errors import MsrlError
 from msrl.importers.command import native_yaml, report, translate_arguments
 from msrl.importers.translation import KeyStatus, Translation
 from support import assert_mentions, mentions
-from test_imports_commands import RLVR, changed
+from test_imports_commands import RLVR, edit
 
 RL = """\
 megatron_training: {{stage: {stage}, global_batch_size: 8, train_iters: 2}}
@@ -25,7 +25,7 @@ generate_config: {{infer_tensor_parallel_size: 1, sampling_config: {{max_tokens:
 """
 
 
-def imported(
+def convert(
     system: str, text: str, folder: Path, suffix: str = "yaml", *, approximate: bool = False
 ) -> Translation:
     file = folder / f"given.{suffix}"
@@ -58,7 +58,7 @@ def mindspeed(stage: str = "ray_grpo", micro: int = 1, npus: int = 1, more: str 
 def test_averages_per_micro_batch_become_the_equal_mode(
     file: str, mode: str, tmp_path: Path
 ) -> None:
-    tree = native(imported("mindspeed-rl", file, tmp_path))
+    tree = native(convert("mindspeed-rl", file, tmp_path))
     assert tree["algo"]["aggregate"]["mode"] == mode
 
 
@@ -78,7 +78,7 @@ def test_averages_per_micro_batch_become_the_equal_mode(
 def test_other_averages_have_the_groups_of_the_original(
     file: str, aggregate: dict[str, int], shards: int | None, tmp_path: Path
 ) -> None:
-    tree = native(imported("mindspeed-rl", file, tmp_path))
+    tree = native(convert("mindspeed-rl", file, tmp_path))
     assert tree["algo"]["aggregate"] == {"mode": "micro-batch-mean", **aggregate}
     assert tree["train"]["updates"].get("shards") == shards
 
@@ -88,8 +88,8 @@ def test_shuffled_micro_batches_are_refused_or_approximated(tmp_path: Path) -> N
     file, key = mindspeed(micro=4, more="shuffle_mini_batch: true,"), "micro_batch_size=4"
     file = re.sub(r"([, {]mini_batch_size: )\d+", r"\g<1>2", file)
     with pytest.raises(MsrlError, match=mentions(key, "micro-batches", "--approximate")):
-        imported("mindspeed-rl", file, tmp_path)
-    translation = imported("mindspeed-rl", file, tmp_path, approximate=True)
+        convert("mindspeed-rl", file, tmp_path)
+    translation = convert("mindspeed-rl", file, tmp_path, approximate=True)
     assert native(translation)["algo"]["aggregate"]["mode"] == "token-mean"
     assert_mentions(report(translation), "results differ")
 
@@ -119,20 +119,20 @@ def test_the_two_modes_equal_the_averages_of_the_original() -> None:
 def test_generation_ahead_of_training_is_refused_or_approximated(tmp_path: Path) -> None:
     file = roll("async_generation_ratio: 1.5")
     with pytest.raises(MsrlError, match=mentions("async_generation_ratio=1.5", "--approximate")):
-        imported("roll", file, tmp_path)
-    tree = native(imported("roll", file, tmp_path, approximate=True))
+        convert("roll", file, tmp_path)
+    tree = native(convert("roll", file, tmp_path, approximate=True))
     assert tree["rollout"]["async"]["max_staleness"] == 2
     assert (
         "async"
-        not in native(imported("roll", roll("async_generation_ratio: 0"), tmp_path))["rollout"]
+        not in native(convert("roll", roll("async_generation_ratio: 0"), tmp_path))["rollout"]
     )
 
 
 def test_float16_is_refused_or_approximated_by_bfloat16(tmp_path: Path) -> None:
-    file = changed(RLVR, ("  infer_batch_size: 4\n", "  model_args: {dtype: fp16}\n"))
+    file = edit(RLVR, ("  infer_batch_size: 4\n", "  model_args: {dtype: fp16}\n"))
     with pytest.raises(MsrlError, match=mentions("dtype=fp16", "float16", "--approximate")):
-        imported("roll", file, tmp_path)
-    tree = native(imported("roll", file, tmp_path, approximate=True))
+        convert("roll", file, tmp_path)
+    tree = native(convert("roll", file, tmp_path, approximate=True))
     assert tree["model"]["dtype"] == "bfloat16"
 
 
@@ -161,7 +161,7 @@ def roll(*lines: str, worker: str = "") -> str:
 def test_the_policy_loss_of_roll_is_that_of_its_worker(
     worker: str, algo: dict[str, Any], tmp_path: Path
 ) -> None:
-    tree = native(imported("roll", roll(worker=worker), tmp_path))["algo"]
+    tree = native(convert("roll", roll(worker=worker), tmp_path))["algo"]
     for key in ("policy_loss", "options"):
         assert tree.get(key) == algo.get(key)
     if "clip" in algo:
@@ -173,27 +173,27 @@ JUDGED = (("MathRuleRewardWorker", "CrossThinkQARuleRewardWorker"),)
 
 
 def test_topr_is_reported_where_rewards_may_not_be_scores(tmp_path: Path) -> None:
-    text = changed(roll(worker=TOPR), *JUDGED)
+    text = edit(roll(worker=TOPR), *JUDGED)
     with pytest.raises(MsrlError, match=mentions("pg_variant=topr", "score", "--approximate")):
-        imported("roll", text, tmp_path)
-    translation = imported("roll", text, tmp_path, approximate=True)
+        convert("roll", text, tmp_path)
+    translation = convert("roll", text, tmp_path, approximate=True)
     assert native(translation)["algo"]["policy_loss"] == "topr"
     assert_mentions(report(translation), "pg_variant=topr", "may differ")
 
 
 @pytest.mark.parametrize("line", ["add_token_level_kl: true", "whiten_advantages: true"])
 def test_topr_splits_responses_by_their_rewards(line: str, tmp_path: Path) -> None:
-    options = native(imported("roll", roll(line, worker=TOPR), tmp_path))["algo"]["options"]
+    options = native(convert("roll", roll(line, worker=TOPR), tmp_path))["algo"]["options"]
     assert options["split"] == "reward"
 
 
 def test_unknown_policy_losses_of_roll_are_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(MsrlError, match=mentions("no_such_loss", "policy loss")):
-        imported("roll", roll(worker=f"{PG}  pg_variant: no_such_loss\n"), tmp_path)
+        convert("roll", roll(worker=f"{PG}  pg_variant: no_such_loss\n"), tmp_path)
 
 
 def test_sum_norm_of_roll_divides_by_the_padded_width_alone(tmp_path: Path) -> None:
-    tree = native(imported("roll", roll("loss_agg_mode: seq-mean-token-sum-norm"), tmp_path))
+    tree = native(convert("roll", roll("loss_agg_mode: seq-mean-token-sum-norm"), tmp_path))
     assert tree["algo"]["aggregate"] == {
         "mode": "seq-sum-over-constant",
         "constant": 1024 + 2048 - 1,
@@ -203,20 +203,20 @@ def test_sum_norm_of_roll_divides_by_the_padded_width_alone(tmp_path: Path) -> N
 def test_a_reward_clip_after_the_normalization_clips_advantages_or_normalized_rewards(
     tmp_path: Path,
 ) -> None:
-    tree = native(imported("roll", roll("reward_clip: 5"), tmp_path))
+    tree = native(convert("roll", roll("reward_clip: 5"), tmp_path))
     assert tree["algo"]["advantage"]["clip"] == 5 and "clip" not in tree["reward"]
     whitened = roll("reward_clip: 5", "whiten_advantages: true")
-    tree = native(imported("roll", whitened, tmp_path))
+    tree = native(convert("roll", whitened, tmp_path))
     assert tree["reward"]["norm"]["clip"] == [-5.0, 5.0]
     assert tree["algo"]["advantage"]["estimator"] == "reinforce"
     penalty = roll("reward_clip: 5", "add_token_level_kl: true")
     with pytest.raises(MsrlError, match=mentions("reward_clip=5", "penalty")):
-        imported("roll", penalty, tmp_path)
-    plain_rewards = changed(roll("reward_clip: 5"), ("estimator: grpo", "estimator: reinforce"))
-    assert native(imported("roll", plain_rewards, tmp_path))["reward"]["clip"] == 5
+        convert("roll", penalty, tmp_path)
+    plain_rewards = edit(roll("reward_clip: 5"), ("estimator: grpo", "estimator: reinforce"))
+    assert native(convert("roll", plain_rewards, tmp_path))["reward"]["clip"] == 5
 
 
-TWO_DOMAINS = changed(
+TWO_DOMAINS = edit(
     RLVR,
     (
         "tag_included: [math]}\n",
@@ -226,10 +226,8 @@ TWO_DOMAINS = changed(
 
 
 def test_several_domains_are_whitened_one_by_one(tmp_path: Path) -> None:
-    assert (
-        "whiten_scope" not in native(imported("roll", TWO_DOMAINS, tmp_path))["algo"]["advantage"]
-    )
-    tree = native(imported("roll", f"{TWO_DOMAINS}whiten_advantages: true\n", tmp_path))
+    assert "whiten_scope" not in native(convert("roll", TWO_DOMAINS, tmp_path))["algo"]["advantage"]
+    tree = native(convert("roll", f"{TWO_DOMAINS}whiten_advantages: true\n", tmp_path))
     assert tree["algo"]["advantage"]["whiten_scope"] == "domain"
 
 
@@ -245,8 +243,8 @@ def test_several_domains_are_whitened_one_by_one(tmp_path: Path) -> None:
 def test_the_old_normalization_of_roll_is_used(
     lines: tuple[str, ...], norm: dict[str, str], tmp_path: Path
 ) -> None:
-    text = changed(roll(*lines), ("estimator: grpo", "estimator: reinforce"))
-    assert native(imported("roll", text, tmp_path))["reward"]["norm"] == norm
+    text = edit(roll(*lines), ("estimator: grpo", "estimator: reinforce"))
+    assert native(convert("roll", text, tmp_path))["reward"]["norm"] == norm
 
 
 @pytest.mark.parametrize(
@@ -257,14 +255,14 @@ def test_removed_losses_of_roll_are_approximated(
     line: str, key: str, value: object, tmp_path: Path
 ) -> None:
     with pytest.raises(MsrlError, match=mentions(line.split(":")[0], "--approximate")):
-        imported("roll", roll(line), tmp_path)
-    translation = imported("roll", roll(line), tmp_path, approximate=True)
+        convert("roll", roll(line), tmp_path)
+    translation = convert("roll", roll(line), tmp_path, approximate=True)
     assert native(translation)["algo"][key] == value
 
 
 def test_recomputation_of_experts_and_modules_of_roll(tmp_path: Path) -> None:
-    text = changed(RLVR, ("sequence_parallel: true", "moe_layer_recompute: true"))
-    tree = native(imported("roll", text, tmp_path))
+    text = edit(RLVR, ("sequence_parallel: true", "moe_layer_recompute: true"))
+    tree = native(convert("roll", text, tmp_path))
     assert tree["train"]["recompute"] == {"granularity": "selective", "modules": ["moe"]}
 
 
@@ -273,7 +271,7 @@ def test_recomputation_of_experts_and_modules_of_roll(tmp_path: Path) -> None:
     [
         (RLVR + "diffusion_process: {}\n", "diffusion"),
         (
-            changed(RLVR, ("  infer_batch_size: 4", "  data_args: {image_max_pixels: 9}")),
+            edit(RLVR, ("  infer_batch_size: 4", "  data_args: {image_max_pixels: 9}")),
             "vision-language",
         ),
     ],
@@ -282,7 +280,7 @@ def test_other_pipelines_of_roll_are_refused_in_one_line(
     text: str, feature: str, tmp_path: Path
 ) -> None:
     with pytest.raises(MsrlError) as caught:
-        imported("roll", text, tmp_path)
+        convert("roll", text, tmp_path)
     assert "\n" not in str(caught.value)
     assert_mentions(str(caught.value), "given.yaml", "not supported", feature)
 
@@ -305,7 +303,7 @@ FLAGS = (
     ],
 )
 def test_lightrft_whitens_by_estimator(flags: str, whitens: bool | None, tmp_path: Path) -> None:
-    tree = native(imported("lightrft", FLAGS + flags, tmp_path, "sh"))
+    tree = native(convert("lightrft", FLAGS + flags, tmp_path, "sh"))
     assert tree["algo"]["advantage"].get("whiten") == whitens
 
 
@@ -314,19 +312,19 @@ def test_the_critic_of_lightrft_averages_sequences(
     estimator: str, mode: str | None, tmp_path: Path
 ) -> None:
     text = f"{FLAGS} --advantage_estimator {estimator}"
-    algo = native(imported("lightrft", text, tmp_path, "sh"))["algo"]
+    algo = native(convert("lightrft", text, tmp_path, "sh"))["algo"]
     assert algo.get("value", {}).get("aggregate") == mode
 
 
 def test_cpgd_of_lightrft_has_no_drift(tmp_path: Path) -> None:
     text = f"{FLAGS} --advantage_estimator group_norm --use_cpg_loss"
-    tree = native(imported("lightrft", text, tmp_path, "sh"))["algo"]
+    tree = native(convert("lightrft", text, tmp_path, "sh"))["algo"]
     assert (tree["policy_loss"], tree["options"]) == ("cpgd", {"drift": 0.0})
 
 
 def test_empty_reward_models_of_lightrft_are_its_rules(tmp_path: Path) -> None:
     text = f"{FLAGS} --advantage_estimator group_norm --reward_pretrain '{{}}' --engine_tp_size 2"
-    tree = native(imported("lightrft", text, tmp_path, "sh"))
+    tree = native(convert("lightrft", text, tmp_path, "sh"))
     sources = tree["reward"]["sources"]
     assert [(source["verifier"], source["weight"]) for source in sources] == [
         ("math_17k_acc", 0.9),
@@ -351,14 +349,14 @@ def test_the_format_rule_of_lightrft_is_kept(response: str, score: float, tmp_pa
     from msrl.rewards.verifiers import regex_match
 
     text = f"{FLAGS} --advantage_estimator group_norm --reward_pretrain '{{}}'"
-    tree = native(imported("lightrft", text, tmp_path, "sh"))
+    tree = native(convert("lightrft", text, tmp_path, "sh"))
     pattern = tree["reward"]["sources"][1]["options"]["pattern"]
     assert regex_match.score(response, "", pattern=pattern) == score
 
 
 def test_secrets_of_a_script_are_not_written(tmp_path: Path) -> None:
     text = f'export WANDB_API_KEY="s3cret"\n{FLAGS} --use_wandb "${{WANDB_API_KEY}}"'
-    translation = imported("lightrft", text, tmp_path, "sh")
+    translation = convert("lightrft", text, tmp_path, "sh")
     assert "s3cret" not in native_yaml(translation) + report(translation)
     assert native(translation)["log"]["trackers"] == ["wandb"]
 
@@ -375,7 +373,7 @@ REPETITION = {"ngram": 3, "max_penalty": 0.5, "words": "spaces"}
 def test_rule_domains_of_roll_score_with_their_verifier_and_the_penalty_for_repetition(
     tmp_path: Path,
 ) -> None:
-    translation = imported("roll", RLVR + DOMAINS % "0.0", tmp_path)
+    translation = convert("roll", RLVR + DOMAINS % "0.0", tmp_path)
     assert native(translation)["reward"]["sources"] == [
         {"verifier": "math_17k_acc", "tags": ["math"]},
         {"verifier": "ifeval", "tags": ["ifeval"], "options": {"counts_all_words": True}},
@@ -389,17 +387,17 @@ def test_rule_domains_of_roll_score_with_their_verifier_and_the_penalty_for_repe
         },
     ]
     with pytest.raises(MsrlError, match=mentions("response_length_penalty_coef=0.1", "400")):
-        imported("roll", RLVR + DOMAINS % "0.1", tmp_path)
+        convert("roll", RLVR + DOMAINS % "0.1", tmp_path)
 
 
 def test_a_judge_of_roll_is_refused_with_the_reason(tmp_path: Path) -> None:
     judge = "  judge: {worker_cls: roll.rewards.LLMJudgeRewardWorker, tag_included: [open]}\n"
     with pytest.raises(MsrlError, match=mentions("rewards.judge", "language model", "url")):
-        imported("roll", RLVR + judge, tmp_path)
+        convert("roll", RLVR + judge, tmp_path)
 
 
 def roll_changed(*pairs: tuple[str, str], folder: Path) -> Translation:
-    return imported("roll", changed(RLVR, *pairs), folder, approximate=True)
+    return convert("roll", edit(RLVR, *pairs), folder, approximate=True)
 
 
 def statuses(translation: Translation) -> dict[str, KeyStatus]:

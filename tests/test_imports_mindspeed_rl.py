@@ -57,7 +57,7 @@ def read_tree(file: Path) -> dict[str, Any]:
     return plain(read(file))
 
 
-def changed(file: Path, folder: Path, changes: dict[str, Any]) -> str:
+def write(file: Path, folder: Path, changes: dict[str, Any]) -> str:
     """Write an example with changed keys (`section.key`) and its model file; return the path."""
     tree = copy.deepcopy(read_tree(file))
     for path, value in changes.items():
@@ -85,12 +85,12 @@ def _lines(tree: dict[str, Any], indent: str = "") -> Iterator[str]:
 
 def native(file: Path, folder: Path, **changes: Any) -> Resolved:
     return load(
-        [changed(file, folder, {key.replace("__", "."): value for key, value in changes.items()})]
+        [write(file, folder, {key.replace("__", "."): value for key, value in changes.items()})]
     )
 
 
-def translated(file: Path, folder: Path, changes: dict[str, Any]) -> Translation:
-    translation = foreign(changed(file, folder, changes))
+def translate(file: Path, folder: Path, changes: dict[str, Any]) -> Translation:
+    translation = foreign(write(file, folder, changes))
     assert translation is not None
     return translation
 
@@ -150,9 +150,9 @@ def test_an_example_is_found_by_its_name(folder: Path, capsys: pytest.CaptureFix
 def test_a_run_summarizes_the_translation_in_one_line(
     folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):
-    from test_cli import reached
+    from test_cli import record_calls
 
-    calls = reached(monkeypatch, "train_grpo")
+    calls = record_calls(monkeypatch, "train_grpo")
     assert msrl("train-grpo", "-c", str(PRESENT)) == 0
     assert len(calls) == 1
     (line,) = capsys.readouterr().err.splitlines()
@@ -238,7 +238,7 @@ def test_hyphens_and_underscores_are_the_same(folder: Path):
 def test_a_misspelt_key_is_named_with_its_line_and_the_nearest(
     section: str, key: str, fragments: tuple[str, ...], folder: Path
 ):
-    path = changed(PRESENT, folder, {f"{section}.{key}": 1})
+    path = write(PRESENT, folder, {f"{section}.{key}": 1})
     number = 1 + next(
         i
         for i, text in enumerate(Path(path).read_text().splitlines())
@@ -421,7 +421,7 @@ def test_dapo_reads_its_own_keys_and_has_no_kl(folder: Path):
         "rl_config.overlong_buffer": 512,
         "rl_config.rollout_max_tokens": 1024,
     }
-    translation = translated(PRESENT, folder, {"megatron_training.stage": "ray_dapo", **overlong})
+    translation = translate(PRESENT, folder, {"megatron_training.stage": "ray_dapo", **overlong})
     assert_each_mentions(
         translation.errors, ("rl_config.rollout_max_tokens=1024", "sampling_config.max_tokens=2048")
     )
@@ -432,7 +432,7 @@ def test_dapo_reads_its_own_keys_and_has_no_kl(folder: Path):
 
 
 def test_ppo_translates_its_critic(folder: Path):
-    translation = translated(
+    translation = translate(
         PRESENT,
         folder,
         {
@@ -509,23 +509,23 @@ def test_a_separate_critic_that_averages_by_other_micro_batches_is_reported(fold
         "rl_config__shuffle_mini_batch": False,
         "critic_config": {"micro_batch_size": 2},
     }
-    translation = translated(PRESENT, folder, _dotted({**PPO, **grouped}))
+    translation = translate(PRESENT, folder, _dotted_keys({**PPO, **grouped}))
     tree = plain(translation.complete_tree())["algo"]
     assert tree["value"]["aggregate"] == tree["aggregate"]["mode"] == "micro-batch-mean"
     assert not [line for line in translation.differences if "critic" in line]
-    translation = translated(PRESENT, folder, _dotted({**PPO, **grouped, **separate}))
+    translation = translate(PRESENT, folder, _dotted_keys({**PPO, **grouped, **separate}))
     (line,) = [line for line in translation.differences if "critic" in line]
     assert_mentions(line, "critic_resource", "value loss", "--approximate")
 
 
-def _dotted(changes: dict[str, Any]) -> dict[str, Any]:
+def _dotted_keys(changes: dict[str, Any]) -> dict[str, Any]:
     return {key.replace("__", "."): value for key, value in changes.items()}
 
 
 def test_critic_keys_have_no_effect_without_gae(folder: Path):
     keys = {"critic_config": {"lr": 5e-6}, "rl_config.lam": 0.9, "rl_config.cliprange_value": 0.1}
     for stage in ("ray_grpo", "ray_ppo"):
-        translation = translated(PRESENT, folder, {"megatron_training.stage": stage, **keys})
+        translation = translate(PRESENT, folder, {"megatron_training.stage": stage, **keys})
         dead = {
             key_result.entry.path
             for key_result in translation.key_results
@@ -542,7 +542,7 @@ def test_a_token_budget_replaces_the_size_of_forward_micro_batches(folder: Path)
     forward = {"rl_config.actor_forward_micro_batch_size": 4}
     assert native(PRESENT, folder, **forward).config.train.forward_micro_batch == 4
     budget = {**forward, "rl_config.use_dynamic_bsz": True}
-    translation = translated(PRESENT, folder, budget)
+    translation = translate(PRESENT, folder, budget)
     statuses = {result.entry.path: result.status for result in translation.key_results}
     assert statuses["rl_config.actor_forward_micro_batch_size"] is KeyStatus.DEAD
     assert "forward_micro_batch" not in plain(translation.tree)["train"]
@@ -727,8 +727,8 @@ def test_changing_a_key_changes_its_native_key(key: str, folder: Path):
     assert row is not None and key in OTHERS, (
         f"{key} has a native key: say another value of it in OTHERS"
     )
-    before = translated(PRESENT, folder, besides)
-    after = translated(PRESENT, folder, {**besides, file_key(key): value})
+    before = translate(PRESENT, folder, besides)
+    after = translate(PRESENT, folder, {**besides, file_key(key): value})
     assert not before.errors and not after.errors, (before.errors, after.errors)
 
     def values(translation: Translation) -> list[object]:
@@ -765,7 +765,7 @@ def test_a_key_of_the_environment_reaches_the_workers(folder: Path):
 
 @pytest.mark.parametrize("is_saved", [True, False])
 def test_no_save_keys_have_no_effect_and_are_supported(folder: Path, is_saved: bool):
-    translation = translated(
+    translation = translate(
         PRESENT,
         folder,
         {"actor_config.no_save_optim": is_saved, "actor_config.no_save_rng": is_saved},
@@ -792,7 +792,7 @@ def test_wandb_overrides_tensorboard(folder: Path):
 
 def test_the_auxiliary_loss_of_experts_has_the_default_of_the_original(folder: Path):
     def router(changes: dict[str, Any]) -> Any:
-        return plain(translated(PRESENT, folder, changes).tree)["train"].get("router")
+        return plain(translate(PRESENT, folder, changes).tree)["train"].get("router")
 
     assert router({}) is None
     assert router(EXPERTS) == {"aux_loss_coef": 0.001, "aux_loss_over": "micro_batch"}
@@ -810,7 +810,7 @@ def test_the_auxiliary_loss_of_experts_has_the_default_of_the_original(folder: P
 def test_a_property_of_the_model_that_differs_from_its_config_is_refused(
     key: str, value: object, expected: str, folder: Path
 ) -> None:
-    file = changed(PRESENT, folder, {f"megatron_training.{key}": value})
+    file = write(PRESENT, folder, {f"megatron_training.{key}": value})
     with pytest.raises(MsrlError) as error:
         load([file])
     assert_mentions(error.value, f"{key}=", "config.json", expected)

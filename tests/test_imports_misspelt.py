@@ -75,7 +75,7 @@ def takes_flags(system: str, row: Row) -> bool:
 def test_misspelt_keys_are_named(system: str, tmp_path: Path) -> None:
     """All keys of a section are in one file, which names each."""
     silent: list[str] = []
-    for group in grouped(system, rows(system)):
+    for group in rows_of_group(system, rows(system)):
         besides, names = other_keys(system, group[0]), {}
         for row in group:
             where = key_path(system, row.section, row.key)
@@ -93,7 +93,7 @@ def test_misspelt_keys_are_named(system: str, tmp_path: Path) -> None:
     assert not silent, "\n".join(silent)
 
 
-def grouped(system: str, group: Iterable[Row]) -> list[list[Row]]:
+def rows_of_group(system: str, group: Iterable[Row]) -> list[list[Row]]:
     """Return rows of the same section with the same keys besides them."""
     groups: dict[str, list[Row]] = {}
     for row in group:
@@ -318,7 +318,7 @@ def copy_files(folder: Path, target: Path) -> Path:
     return target
 
 
-def shipped(root: Path, pattern: str, system: str) -> Iterator[Path]:
+def shipped_files(root: Path, pattern: str, system: str) -> Iterator[Path]:
     """Yield the files of a checkout that are imported as they are."""
     for file in sorted(root.glob(pattern)):
         try:
@@ -339,7 +339,7 @@ FREE = re.compile(
 def test_a_misspelt_key_of_a_file_of_roll_is_named(tmp_path: Path) -> None:
     root = copy_files(roll_oracle.checkout() / "examples", tmp_path)
     seen: set[tuple[str, str]] = set()
-    for file in shipped(root, "*/*.yaml", "roll"):
+    for file in shipped_files(root, "*/*.yaml", "roll"):
         lines = file.read_text(encoding="utf-8").splitlines()
         for section, key, number in nodes(read(file, is_old=True)):
             is_unread = "distill" in file.name and section.startswith("rewards")
@@ -356,7 +356,7 @@ def test_a_misspelt_key_of_a_file_of_roll_is_named(tmp_path: Path) -> None:
 def test_a_misspelt_flag_of_a_script_of_mindspeed_llm_is_named(tmp_path: Path) -> None:
     root = copy_files(mindspeed_oracle.checkout() / "examples" / "mcore", tmp_path)
     seen: set[str] = set()
-    for file in shipped(root, "qwen*/*.sh", "mindspeed-llm"):
+    for file in shipped_files(root, "qwen*/*.sh", "mindspeed-llm"):
         text = file.read_text(encoding="utf-8")
         commands = re.sub(r"(?m)(^|\s)#.*$", "", text)
         for flag in dict.fromkeys(re.findall(r"(?<![\w-])--[a-z][\w-]*", commands)):

@@ -20,7 +20,7 @@ TUNE = (
 )
 
 
-def imported(stage: str, more: str = "") -> Any:
+def convert(stage: str, more: str = "") -> Any:
     return translate_arguments("mindspeed-llm", TUNE.format(stage=stage, more=more).split())
 
 
@@ -55,24 +55,24 @@ def native(translation: Any) -> dict[str, Any]:
 def test_stages_of_preference_data_become_train_dpo(
     stage: str, more: str, expected: dict[str, Any]
 ) -> None:
-    translation = imported(stage, more)
+    translation = convert(stage, more)
     validation = validate(translation)
     assert (validation.commands, validation.errors) == (("train-dpo",), ())
     assert native(translation)["algo"]["preference"] == expected
 
 
 def test_the_reference_is_loaded_from_its_own_folder() -> None:
-    tree = native(imported("dpo", "--ref-model sft --refer-model-iter 1"))
+    tree = native(convert("dpo", "--ref-model sft --refer-model-iter 1"))
     assert tree["cluster"]["roles"]["reference"] == {"load": "sft"}
     with pytest.raises(MsrlError, match=mentions("refer_model_iter=7", "iteration")):
-        imported("dpo", "--ref-model sft --refer-model-iter 7")
+        convert("dpo", "--ref-model sft --refer-model-iter 7")
 
 
 LORA = "--lora-r 8 --lora-alpha 16 --lora-target-modules linear_qkv linear_proj --lora-load earlier"
 
 
 def test_adapters_start_from_those_of_an_earlier_training() -> None:
-    translation = imported("dpo", LORA)
+    translation = convert("dpo", LORA)
     assert not validate(translation).errors
     assert native(translation)["train"]["lora"] == {
         "rank": 8,
@@ -103,15 +103,15 @@ def test_adapters_are_not_read_without_target_modules(flags: str) -> None:
 
 def test_a_reference_without_the_adapters_of_the_original_is_reported() -> None:
     with pytest.raises(MsrlError, match=mentions("ref_model=sft", "adapters", "--approximate")):
-        imported("dpo", f"{LORA} --ref-model sft")
-    assert "cluster" not in native(imported("dpo", f"{LORA} --ref-model ckpt/"))
+        convert("dpo", f"{LORA} --ref-model sft")
+    assert "cluster" not in native(convert("dpo", f"{LORA} --ref-model ckpt/"))
     text = TUNE.replace("--finetune", "--no-load-optim").format(stage="dpo", more=LORA)
     tree = native(translate_arguments("mindspeed-llm", [*text.split(), "--ref-model", "sft"]))
     assert tree["cluster"]["roles"]["reference"] == {"load": "sft"}
 
 
 def test_stage_orm_becomes_train_rm() -> None:
-    translation = imported("orm", "--load-checkpoint-loosely")
+    translation = convert("orm", "--load-checkpoint-loosely")
     assert validate(translation).commands == ("train-rm",)
     assert not validate(translation).errors
     assert native(translation)["algo"] == {"reward_model": {"kind": "outcome"}}
@@ -159,7 +159,7 @@ def test_values_without_a_counterpart_are_refused(
     stage: str, more: str, fragments: tuple[str, ...]
 ) -> None:
     with pytest.raises(MsrlError, match=mentions(*fragments)):
-        imported(stage, more)
+        convert(stage, more)
 
 
 def test_keys_of_other_stages_have_no_effect() -> None:

@@ -68,7 +68,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def imported(flags: str) -> Config:
+def convert(flags: str) -> Config:
     translation = translate_arguments("mindspeed-llm", f"inference.py --load ckpt {flags}".split())
     importers = Importers(translate=lambda _: translation)
     return load([translation.name], importers=importers).config
@@ -107,7 +107,7 @@ TEMPLATES = ["", "qwen", "qwen3", "llama3", "default", "empty"]
 @pytest.mark.parametrize("template", TEMPLATES)
 def test_a_prompt_of_generate_is_that_of_the_original(template: str, folder: Path) -> None:
     original()
-    config = imported("--task greedy" + (f" --prompt-type {template}" if template else ""))
+    config = convert("--task greedy" + (f" --prompt-type {template}" if template else ""))
     section = config.generate
     renderer = choose_renderer(folder, section.template, enable_thinking=section.enable_thinking)
     text = str(section.prompt)
@@ -132,7 +132,7 @@ def test_every_prompt_of_a_chat_is_that_of_the_original(
     flags += "" if thinking is None else f" --enable-thinking {str(thinking).lower()}"
     if thinking is not None and template != "qwen3":
         pytest.skip("only templates with thoughts read it")
-    base, prompts = original().base, chat_prompts(imported(flags), folder)
+    base, prompts = original().base, chat_prompts(convert(flags), folder)
     args = types.SimpleNamespace(
         hf_chat_template=False, prompt_type=template or None, history_turns=3
     )
@@ -162,7 +162,7 @@ def _remember(args: Any, answer: str, plain: list[Any], messages: list[Any], tex
 
 
 def test_the_chat_template_of_the_tokenizer_is_used_on_request(folder: Path) -> None:
-    prompts = chat_prompts(imported("--task chat --hf-chat-template"), folder)
+    prompts = chat_prompts(convert("--task chat --hf-chat-template"), folder)
     turns = (Message("user", "a"), Message("assistant", "b"), Message("user", "c"))
     expected = tokenizer_of(folder, "").apply_chat_template(
         [{"role": turn.role, "content": turn.content} for turn in turns],
@@ -186,7 +186,7 @@ def test_the_chat_template_of_the_tokenizer_is_used_on_request(folder: Path) -> 
     ],
 )
 def test_options_of_inference_are_honored(flags: str, section: str, values: dict[str, Any]) -> None:
-    config = getattr(imported(flags), section)
+    config = getattr(convert(flags), section)
     assert {name: getattr(config, name) for name in values} == values
 
 
@@ -199,4 +199,4 @@ def test_sizes_that_do_not_divide_the_heads_become_one_that_does() -> None:
     results = {r.entry.key: r for r in translation.key_results}
     size = results["pipeline_model_parallel_size"]
     assert size.status is KeyStatus.APPLIED and "28 attention heads" in size.text
-    assert imported(line.partition("ckpt ")[2]).rollout.engine.tp == 4
+    assert convert(line.partition("ckpt ")[2]).rollout.engine.tp == 4

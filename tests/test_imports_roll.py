@@ -25,15 +25,13 @@ from msrl.trainer.objective.losses import Outputs
 from msrl.workflows.rl.update.advantages import estimate_advantages
 from msrl.workflows.rl.update.updater import policy_loss
 from support import mentions
-from test_imports_commands import RLVR, changed
-from test_imports_losses import PG, imported, native
+from test_imports_commands import RLVR, edit
+from test_imports_losses import PG, convert, native
 
 PROMPT = 2  # tokens of every prompt
 LENGTHS = (24, 1, 7, 13, 5, 19, 2, 11)
 GROUP = 4
-FILE = changed(
-    RLVR, ("num_return_sequences_in_group: 8", f"num_return_sequences_in_group: {GROUP}")
-)
+FILE = edit(RLVR, ("num_return_sequences_in_group: 8", f"num_return_sequences_in_group: {GROUP}"))
 LOSSES: dict[str, tuple[list[str], str]] = {
     "ppo": ([], ""),
     "a clip range": (["use_pg_clip_range: true", "pg_clip_low: 0.1", "pg_clip_high: 0.3"], ""),
@@ -98,7 +96,7 @@ def file_with(lines: list[str], worker: str = "") -> str:
     keys = {line.split(":")[0] for line in lines}
     unchanged = [line for line in FILE.splitlines() if line.split(":")[0] not in keys]
     text = "\n".join([*unchanged, *lines]) + "\n"
-    return changed(text, ("  infer_batch_size: 4\n", worker)) if worker else text
+    return edit(text, ("  infer_batch_size: 4\n", worker)) if worker else text
 
 
 def pipeline(lines: list[str], worker: str = "") -> Any:
@@ -173,7 +171,7 @@ def our_loss(config: Config, batch: oracle.Batch, entropy: Tensor) -> tuple[floa
 def test_the_loss_of_an_imported_file_is_that_of_the_worker(name: str, tmp_path: Path) -> None:
     lines, worker = LOSSES[name]
     theirs = pipeline(lines, worker)
-    config = Config.model_validate(native(imported("roll", file_with(lines, worker), tmp_path)))
+    config = Config.model_validate(native(convert("roll", file_with(lines, worker), tmp_path)))
     for seed in range(3):
         batch = roll_batch(seed)
         mask = batch["response_mask"][:, 1:]
@@ -193,7 +191,7 @@ def test_the_loss_of_an_imported_file_is_that_of_the_worker(name: str, tmp_path:
 
 def test_topr_is_that_of_roll_where_scores_and_advantages_have_other_signs(tmp_path: Path) -> None:
     lines, worker = LOSSES["pg worker, topr"]
-    config = Config.model_validate(native(imported("roll", file_with(lines, worker), tmp_path)))
+    config = Config.model_validate(native(convert("roll", file_with(lines, worker), tmp_path)))
     batch = roll_batch(0)
     mask = batch["response_mask"][:, 1:]
     batch["advantages"] = (1 - 2 * batch["scores"])[:, None] * mask
@@ -255,7 +253,7 @@ def test_the_advantages_of_an_imported_file_are_those_of_the_pipeline(
 ) -> None:
     theirs = pipeline(ADVANTAGES[name])
     text = file_with(ADVANTAGES[name])
-    config = Config.model_validate(native(imported("roll", text, tmp_path)))
+    config = Config.model_validate(native(convert("roll", text, tmp_path)))
     for seed in range(3):
         batch = roll_batch(seed)
         actual = our_advantages(config, batch)
@@ -276,8 +274,8 @@ BY_DOMAIN: dict[str, list[str]] = {
 @pytest.mark.parametrize("name", BY_DOMAIN)
 def test_the_samples_of_each_domain_are_normalized_by_themselves(name: str, tmp_path: Path) -> None:
     text = file_with(BY_DOMAIN[name])
-    text = changed(text, ("rewards:\n", f"rewards:\n{TWO_DOMAINS}"))
-    translation = imported("roll", text, tmp_path)
+    text = edit(text, ("rewards:\n", f"rewards:\n{TWO_DOMAINS}"))
+    translation = convert("roll", text, tmp_path)
     config = Config.model_validate(native(translation))
     batch = roll_batch(0)
     rows = [slice(0, GROUP), slice(GROUP, None)]  # one prompt of each domain
@@ -290,11 +288,11 @@ def test_the_samples_of_each_domain_are_normalized_by_themselves(name: str, tmp_
 
 
 def test_a_mean_of_the_run_with_several_domains_is_refused(tmp_path: Path) -> None:
-    text = changed(
+    text = edit(
         RLVR,
         ("rewards:\n", f"rewards:\n{TWO_DOMAINS}"),
         ("adv_estimator: grpo", "adv_estimator: reinforce"),
     )
     text += "norm_mean_type: running\n"
     with pytest.raises(MsrlError, match=mentions("norm_mean_type=running", "domains")):
-        imported("roll", text, tmp_path)
+        convert("roll", text, tmp_path)

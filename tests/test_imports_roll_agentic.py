@@ -31,8 +31,8 @@ from msrl.types import (
 )
 from msrl.workflows.rl.update.advantages import estimate_advantages, placed_rewards
 from support import assert_mentions, mentions
-from test_imports_commands import changed
-from test_imports_environments import AGENTIC, imported, tree
+from test_imports_commands import edit
+from test_imports_environments import AGENTIC, convert, tree
 from test_imports_roll import GROUP, LENGTHS, PROMPT, flat, pipeline, roll_batch
 
 NORM = "{grouping: traj_group_id, method: mean}"
@@ -129,8 +129,8 @@ def test_the_advantages_of_an_agentic_file_are_those_of_the_pipeline(
     names = {line.split(":")[0] for line in lines}
     unchanged = [line for line in AGENTIC.splitlines() if line.split(":")[0] not in names]
     section = ", ".join(f"{key}: {value}" for key, value in values.items())
-    text = changed("\n".join([*unchanged, *lines, ""]), (NORM, f"{{{section}}}"))
-    config = Config.model_validate(tree(imported(text, tmp_path)))
+    text = edit("\n".join([*unchanged, *lines, ""]), (NORM, f"{{{section}}}"))
+    config = Config.model_validate(tree(convert(text, tmp_path)))
     batch = agentic_batch()
     rows = np.arange(len(LENGTHS)) // GROUP
     labels = {"traj_group_id": rows.astype(str), "tags": np.array(["a", "b"])[rows % 2]}
@@ -152,7 +152,7 @@ def test_trajectories_that_all_count_twice_have_the_advantages_of_the_pipeline(
     keys: str, tmp_path: Path
 ) -> None:
     lines, values = KEYS[keys], NORMS["groups"]
-    translation = imported(changed("\n".join([AGENTIC, *lines, ""]), *TWICE), tmp_path)
+    translation = convert(edit("\n".join([AGENTIC, *lines, ""]), *TWICE), tmp_path)
     assert not [line for line in translation.differences if "env_type" not in line]
     config = Config.model_validate(tree(translation))
     assert (config.algo.advantage.correction, config.train.updates.samples_per_update) == (0.5, 64)
@@ -180,7 +180,7 @@ def test_trajectories_that_do_not_all_count_twice_alike_are_reported(
     change: tuple[str, str], tmp_path: Path
 ) -> None:
     changes = [TWICE[0], *([TWICE[1]] if change[0] != NORM else []), change]
-    differences = "\n".join(imported(changed(AGENTIC, *changes), tmp_path).differences)
+    differences = "\n".join(convert(edit(AGENTIC, *changes), tmp_path).differences)
     assert_mentions(differences, "gradient_accumulation_steps=8", "repeats", "--approximate")
 
 
@@ -189,15 +189,15 @@ WORKER = "actor_train:\n"
 
 def with_worker(*lines: str) -> str:
     """Return an agentic file with these keys of actor_train."""
-    return changed(AGENTIC, (WORKER, WORKER + "".join(f"  {line}\n" for line in lines)))
+    return edit(AGENTIC, (WORKER, WORKER + "".join(f"  {line}\n" for line in lines)))
 
 
 def test_the_policy_loss_of_agentic_files_is_that_of_their_worker(tmp_path: Path) -> None:
     module = "roll.pipeline.agentic.agentic_actor_pg_worker"
     text = with_worker(f"worker_cls: {module}.ActorWorker", "pg_variant: topr")
-    assert tree(imported(text, tmp_path))["algo"]["policy_loss"] == "topr"
+    assert tree(convert(text, tmp_path))["algo"]["policy_loss"] == "topr"
     usual = with_worker(f"worker_cls: {module[:-10]}worker.ActorWorker", "pg_variant: topr")
-    assert "policy_loss" not in tree(imported(usual, tmp_path))["algo"]
+    assert "policy_loss" not in tree(convert(usual, tmp_path))["algo"]
 
 
 @pytest.mark.parametrize(
@@ -214,37 +214,37 @@ def test_the_policy_loss_of_agentic_files_is_that_of_their_worker(tmp_path: Path
 def test_keys_that_only_rlvr_reads_have_no_effect_in_agentic_files(
     line: str, native: str, tmp_path: Path
 ) -> None:
-    translation = imported(f"{AGENTIC}{line}\n", tmp_path)
+    translation = convert(f"{AGENTIC}{line}\n", tmp_path)
     key = line.partition(":")[0]
     (result,) = [row for row in translation.key_results if row.entry.key == key]
     assert result.status is KeyStatus.DEAD
-    assert tree(translation) == tree(imported(AGENTIC, tmp_path)), native
+    assert tree(translation) == tree(convert(AGENTIC, tmp_path)), native
 
 
 def test_a_discount_over_the_tokens_of_environments_is_reported(tmp_path: Path) -> None:
-    line, _ = imported(f"{AGENTIC}gamma: 0.9\n", tmp_path).differences
+    line, _ = convert(f"{AGENTIC}gamma: 0.9\n", tmp_path).differences
     assert_mentions(line, "gamma=0.9", "--approximate")
 
 
 def test_gigpo_of_roll_without_means_is_reported(tmp_path: Path) -> None:
-    text = changed(AGENTIC, ("adv_estimator: grpo", "adv_estimator: gigpo"))
-    lines = imported(text, tmp_path).differences
+    text = edit(AGENTIC, ("adv_estimator: grpo", "adv_estimator: gigpo"))
+    lines = convert(text, tmp_path).differences
     assert not any("identity" in line for line in lines)
-    lines = imported(changed(text, ("method: mean}", "method: identity}")), tmp_path).differences
+    lines = convert(edit(text, ("method: mean}", "method: identity}")), tmp_path).differences
     (line,) = [line for line in lines if "reward_normalization" in line]
     assert_mentions(line, "reward_normalization", "identity", "--approximate")
 
 
 def test_an_update_has_at_most_the_episodes_of_a_step(tmp_path: Path) -> None:
-    text = changed(AGENTIC, ("gradient_accumulation_steps: 4", "gradient_accumulation_steps: 16"))
-    translation = imported(text, tmp_path)
+    text = edit(AGENTIC, ("gradient_accumulation_steps: 4", "gradient_accumulation_steps: 16"))
+    translation = convert(text, tmp_path)
     assert tree(translation)["train"]["updates"]["samples_per_update"] == 64
     (line,) = [line for line in translation.differences if "env_type" not in line]
     assert_mentions(line, "gradient_accumulation_steps", "repeats", "--approximate")
 
 
 def test_the_native_sokoban_renders_the_whole_conversation(tmp_path: Path) -> None:
-    text = changed(
+    text = edit(
         AGENTIC,
         ("tags: [Lake]", "tags: [Room]"),
         ("env_type: sokoban", "env_type: sokoban_native_env"),
@@ -254,7 +254,7 @@ def test_the_native_sokoban_renders_the_whole_conversation(tmp_path: Path) -> No
         ),
         ("{dim_room: [6, 6], num_boxes: 1, max_steps: 7}", "{max_steps: 7}"),
     )
-    translation = imported(text, tmp_path)
+    translation = convert(text, tmp_path)
     environment = tree(translation)["environment"]
     assert (environment["name"], environment["history"]) == ("sokoban", "template")
     options = {"size": 6, "num_boxes": 1, "max_steps": 7, "invalid_reward": -0.1}
@@ -264,11 +264,11 @@ def test_the_native_sokoban_renders_the_whole_conversation(tmp_path: Path) -> No
 
 def test_recording_rollouts_changes_nothing_and_recorded_ones_are_refused(tmp_path: Path) -> None:
     mock = "rollout_mock: {{enable: true, mode: {}}}\n"
-    assert tree(imported(AGENTIC + mock.format("dump"), tmp_path)) == tree(
-        imported(AGENTIC, tmp_path)
+    assert tree(convert(AGENTIC + mock.format("dump"), tmp_path)) == tree(
+        convert(AGENTIC, tmp_path)
     )
     with pytest.raises(MsrlError, match=mentions("rollout_mock", "recorded")):
-        imported(AGENTIC + mock.format("mock"), tmp_path)
+        convert(AGENTIC + mock.format("mock"), tmp_path)
 
 
 CORRECTION = "train_infer_correction: {{{}}}\n"
@@ -276,11 +276,11 @@ CORRECTION = "train_infer_correction: {{{}}}\n"
 
 def test_the_weight_of_a_correction_is_imported_exactly(tmp_path: Path) -> None:
     text = AGENTIC + CORRECTION.format("is_weight: {enabled: true, weight_type: sequence}")
-    translation = imported(text, tmp_path)
+    translation = convert(text, tmp_path)
     assert tree(translation)["algo"]["mismatch"] == {"weight": "sequence", "upper": 1.2}
     assert not [line for line in translation.differences if "correction" in line]
     off = AGENTIC + CORRECTION.format("is_weight: {enabled: false}, filters: [{agg_type: token}]")
-    assert "mismatch" not in tree(imported(off, tmp_path))["algo"]
+    assert "mismatch" not in tree(convert(off, tmp_path))["algo"]
 
 
 @pytest.mark.parametrize(
@@ -291,7 +291,7 @@ def test_a_filter_of_ratios_is_imported_with_other_averages(
     kind: str, native: str, tmp_path: Path
 ) -> None:
     keys = f"filters: [{{enabled: true, agg_type: {kind}, ratio_low: 0.7}}]"
-    translation = imported(AGENTIC + CORRECTION.format(keys), tmp_path)
+    translation = convert(AGENTIC + CORRECTION.format(keys), tmp_path)
     expected = {"filter": native, "low": 0.7, "high": 1.2}
     assert plain(translation.complete_tree())["algo"]["mismatch"] == expected
     (line,) = [line for line in translation.differences if "correction" in line]
@@ -320,7 +320,7 @@ def test_corrections_that_msrl_does_not_have_are_refused_by_name(
     keys: str, keywords: tuple[str, ...], tmp_path: Path
 ) -> None:
     with pytest.raises(MsrlError, match=mentions("train_infer_correction", *keywords)):
-        imported(AGENTIC + CORRECTION.format(keys), tmp_path)
+        convert(AGENTIC + CORRECTION.format(keys), tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -334,7 +334,7 @@ def test_corrections_that_msrl_does_not_have_are_refused_by_name(
 def test_filters_that_msrl_does_not_have_are_refused_or_dropped(
     keys: str, keyword: str, tmp_path: Path
 ) -> None:
-    translation = imported(AGENTIC + CORRECTION.format(keys), tmp_path)
+    translation = convert(AGENTIC + CORRECTION.format(keys), tmp_path)
     assert_mentions("\n".join(translation.differences), "train_infer_correction", keyword)
     assert "mismatch" not in tree(translation)["algo"]
 
@@ -366,8 +366,8 @@ def questions(tool: str = "", reward: str = "0") -> str:
     wrapper = WRAPPER.replace("TOOL", tool).replace("REWARD", reward) if tool else ""
     wrapper = wrapper.replace("ARGS", ARGS.get(tool, ""))
     lakes = 'custom_envs: {Lake: "${lakes.Lake}", Room: "${lakes.Room}"}\n'
-    text = changed(AGENTIC, (lakes, QUESTIONS.replace("WRAPPER\n", wrapper)))
-    return changed(text, ("tags: [Lake]", "tags: [Math]"))
+    text = edit(AGENTIC, (lakes, QUESTIONS.replace("WRAPPER\n", wrapper)))
+    return edit(text, ("tags: [Lake]", "tags: [Math]"))
 
 
 @pytest.mark.parametrize(
@@ -382,7 +382,7 @@ def questions(tool: str = "", reward: str = "0") -> str:
 def test_questions_of_roll_become_environments_with_a_verifier(
     tool: str, name: str, options: dict[str, object], tmp_path: Path
 ) -> None:
-    translation = imported(questions(tool), tmp_path)
+    translation = convert(questions(tool), tmp_path)
     native = tree(translation)
     assert native["environment"]["name"] == name and native["environment"]["options"] == options
     assert native["environment"]["max_turns"] == (3 if tool else 5)
@@ -394,11 +394,11 @@ def test_questions_of_roll_become_environments_with_a_verifier(
 
 
 def test_answers_of_roll_qa_are_compared_as_text(tmp_path: Path) -> None:
-    text = changed(questions(), ("env_type: roll_math", "env_type: roll_qa"))
-    (source,) = tree(imported(text, tmp_path))["reward"]["sources"]
+    text = edit(questions(), ("env_type: roll_math", "env_type: roll_qa"))
+    (source,) = tree(convert(text, tmp_path))["reward"]["sources"]
     assert source == {"verifier": "exact_match", "options": {"part": "answer", "ignore_case": True}}
-    text = changed(text, ("max_steps: 9}", "extract_boxed: true}"))
-    (source,) = tree(imported(text, tmp_path))["reward"]["sources"]
+    text = edit(text, ("max_steps: 9}", "extract_boxed: true}"))
+    (source,) = tree(convert(text, tmp_path))["reward"]["sources"]
     assert source["options"]["part"] == "boxed"
 
 
@@ -407,11 +407,11 @@ def test_answers_of_roll_qa_are_compared_as_text(tmp_path: Path) -> None:
     [
         (questions("browser"), ("tool_wrapper", "python_code", "environment.path")),
         (
-            changed(AGENTIC, ("use_thread_lock: true", "tool_wrapper: {tool_configs: []}")),
+            edit(AGENTIC, ("use_thread_lock: true", "tool_wrapper: {tool_configs: []}")),
             ("tool_wrapper", "game", "environment.path"),
         ),
         (
-            changed(
+            edit(
                 questions(),
                 ("tags: [Math], num_groups_partition: [8]", "tags: [Math, Lake]"),
             ),
@@ -423,22 +423,22 @@ def test_questions_that_msrl_cannot_ask_are_refused(
     text: str, keywords: tuple[str, ...], tmp_path: Path
 ) -> None:
     with pytest.raises(MsrlError, match=mentions(*keywords)):
-        imported(text, tmp_path)
+        convert(text, tmp_path)
 
 
 def test_rewards_of_calls_are_reported(tmp_path: Path) -> None:
-    translation = imported(questions("python_code", reward="0.1"), tmp_path)
+    translation = convert(questions("python_code", reward="0.1"), tmp_path)
     (line,) = [line for line in translation.differences if "tool_wrapper" in line]
     assert_mentions(line, "tool_success_reward=0.1", "--approximate")
 
 
 def test_variables_of_a_file_are_no_unknown_keys(tmp_path: Path) -> None:
-    translation = imported(questions(), tmp_path)
+    translation = convert(questions(), tmp_path)
     statuses = {row.entry.path: row.status for row in translation.key_results}
     assert statuses["own_text"] is statuses["questions"] is KeyStatus.APPLIED
-    known = changed(questions(), ("own_text", "use_token_reward"))
+    known = edit(questions(), ("own_text", "use_token_reward"))
     with pytest.raises(MsrlError, match=mentions("use_token_reward", "not supported")):
-        imported(known, tmp_path)
-    unused = changed(questions(), ("own_text: ", "agent_templates: 1\nown_text: "))
+        convert(known, tmp_path)
+    unused = edit(questions(), ("own_text: ", "agent_templates: 1\nown_text: "))
     with pytest.raises(MsrlError, match=mentions("agent_templates", "unknown")):
-        imported(unused, tmp_path)
+        convert(unused, tmp_path)

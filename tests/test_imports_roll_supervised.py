@@ -15,7 +15,7 @@ from msrl.errors import MsrlError
 from msrl.importers.status import KeyStatus
 from msrl.workflows.import_config import validate
 from support import mentions
-from test_imports_losses import imported, native, statuses
+from test_imports_losses import convert, native, statuses
 
 SFT = """\
 exp_name: sft
@@ -83,7 +83,7 @@ teacher:
 
 
 def test_sft_has_the_batch_the_rows_in_order_and_the_optimizer_of_the_file(tmp_path: Path) -> None:
-    translation = imported("roll", SFT, tmp_path)
+    translation = convert("roll", SFT, tmp_path)
     tree = native(translation)
     assert tree["train"]["global_batch"] == 2 * 4 * 4
     assert tree["train"]["epochs"] == 2 and "steps" not in tree["train"]
@@ -107,13 +107,13 @@ def test_sft_has_the_batch_the_rows_in_order_and_the_optimizer_of_the_file(tmp_p
 def test_each_kind_of_file_is_valid_for_its_command(
     text: str, command: str, tmp_path: Path
 ) -> None:
-    validation = validate(imported("roll", text, tmp_path, approximate=True))
+    validation = validate(convert("roll", text, tmp_path, approximate=True))
     assert validation.commands == (command,)
     assert validation.errors == ()
 
 
 def test_the_loss_of_an_imported_dpo_file_is_that_of_roll(tmp_path: Path) -> None:
-    section = native(imported("roll", DPO, tmp_path))["algo"]["preference"]
+    section = native(convert("roll", DPO, tmp_path))["algo"]["preference"]
     assert section.pop("loss") == "dpo"
     options = section.pop("options")
     policy, reference = -10 * torch.rand(2, 2, 6, generator=torch.Generator().manual_seed(0))
@@ -126,48 +126,48 @@ def test_the_loss_of_an_imported_dpo_file_is_that_of_roll(tmp_path: Path) -> Non
 
 
 def test_dpo_of_v0_1_0_counts_answers_and_several_updates_per_step(tmp_path: Path) -> None:
-    train = native(imported("roll", f"{DPO}train_batch_size: 64\n", tmp_path))["train"]
+    train = native(convert("roll", f"{DPO}train_batch_size: 64\n", tmp_path))["train"]
     assert train["global_batch"] == 4 * 2 * 4 // 2
     assert train["steps"] == 20 * 4
     with pytest.raises(MsrlError, match=mentions("train_batch_size=60", "16")):
-        imported("roll", f"{DPO}train_batch_size: 60\n", tmp_path)
+        convert("roll", f"{DPO}train_batch_size: 60\n", tmp_path)
 
 
 def test_ipo_of_sums_is_refused_or_approximated(tmp_path: Path) -> None:
     text = f"{DPO}ipo: true\n"
     with pytest.raises(MsrlError, match=mentions("ipo=true", "sums", "--approximate")):
-        imported("roll", text, tmp_path)
-    tree = native(imported("roll", text, tmp_path, approximate=True))
+        convert("roll", text, tmp_path)
+    tree = native(convert("roll", text, tmp_path, approximate=True))
     assert tree["algo"]["preference"]["loss"] == "ipo"
 
 
 @pytest.mark.parametrize("text", [DISTILL, ON_POLICY])
 def test_distillation_names_what_train_distill_does_otherwise(text: str, tmp_path: Path) -> None:
     with pytest.raises(MsrlError, match=mentions("student", "--approximate")):
-        imported("roll", text, tmp_path)
+        convert("roll", text, tmp_path)
 
 
 def test_teachers_keep_their_tags_and_weights(tmp_path: Path) -> None:
-    tree: Any = native(imported("roll", ON_POLICY, tmp_path, approximate=True))
+    tree: Any = native(convert("roll", ON_POLICY, tmp_path, approximate=True))
     assert tree["algo"]["distill"]["teachers"] == [
         {"model": "large", "tags": ["math"]},
         {"model": "coder", "tags": ["code"], "weight": 0.5},
     ]
     assert tree["rollout"]["sampling"]["top_k"] == 100
-    tree = native(imported("roll", DISTILL, tmp_path, approximate=True))
+    tree = native(convert("roll", DISTILL, tmp_path, approximate=True))
     assert tree["algo"]["distill"]["teachers"] == [{"model": "large"}]
     assert tree["algo"]["distill"]["divergence"] == "reverse_kl"
     text = DISTILL.replace("reverse_kl", "adaptive_kl")
     with pytest.raises(MsrlError, match=mentions("kd_objective=adaptive_kl", "--approximate")):
-        imported("roll", text, tmp_path)
+        convert("roll", text, tmp_path)
 
 
 def test_keys_of_other_pipelines_have_no_effect(tmp_path: Path) -> None:
-    keys = statuses(imported("roll", f"{SFT}rollout_batch_size: 8\n", tmp_path))
+    keys = statuses(convert("roll", f"{SFT}rollout_batch_size: 8\n", tmp_path))
     assert keys["rollout_batch_size"] is KeyStatus.DEAD
 
 
 def test_distillation_of_images_is_refused(tmp_path: Path) -> None:
     text = DISTILL.replace("student:\n", "student:\n  data_args: {template: qwen2-vl}\n")
     with pytest.raises(MsrlError, match=mentions("vision-language")):
-        imported("roll", text, tmp_path)
+        convert("roll", text, tmp_path)

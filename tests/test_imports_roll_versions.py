@@ -12,9 +12,9 @@ from msrl.errors import MsrlError
 from msrl.importers.command import native_yaml, report, translate_arguments
 from msrl.importers.status import KeyStatus
 from support import assert_mentions, mentions
-from test_imports_commands import RLVR, changed
-from test_imports_environments import AGENTIC, imported, tree
-from test_imports_losses import imported as imported_file
+from test_imports_commands import RLVR, edit
+from test_imports_environments import AGENTIC, convert, tree
+from test_imports_losses import convert as imported_file
 from test_imports_losses import statuses
 
 TEMPLATE = '    agent_template: "{state}"\n'
@@ -22,15 +22,15 @@ TEMPLATE = '    agent_template: "{state}"\n'
 
 def early(text: str) -> str:
     """Return a file of v0.1.0: its templates show a state."""
-    return changed(text, ("    use_thread_lock: true\n", f"    use_thread_lock: true\n{TEMPLATE}"))
+    return edit(text, ("    use_thread_lock: true\n", f"    use_thread_lock: true\n{TEMPLATE}"))
 
 
 def with_manager(line: str) -> str:
-    return changed(AGENTIC, ("train_env_manager: {", f"train_env_manager: {{{line}, "))
+    return edit(AGENTIC, ("train_env_manager: {", f"train_env_manager: {{{line}, "))
 
 
 def native(text: str, folder: Path) -> Any:
-    return tree(imported(text, folder))
+    return tree(convert(text, folder))
 
 
 def test_the_penalty_of_the_manager_is_subtracted_in_the_first_version_only(tmp_path: Path) -> None:
@@ -38,25 +38,25 @@ def test_the_penalty_of_the_manager_is_subtracted_in_the_first_version_only(tmp_
     assert native(early(text), tmp_path)["environment"]["format_penalty"] == 0.15
     assert "format_penalty" not in native(text, tmp_path)["environment"]
     with pytest.raises(MsrlError, match=mentions("format_penalty=0.2", "bonus")):
-        imported(early(with_manager("format_penalty: 0.2")), tmp_path)
+        convert(early(with_manager("format_penalty: 0.2")), tmp_path)
 
 
 def test_asym_clip_bounds_normalized_rewards_in_the_first_version_only(tmp_path: Path) -> None:
     norm = ("{grouping: traj_group_id, method: mean}", "{grouping: batch, method: asym_clip}")
-    text = changed(AGENTIC, norm)
+    text = edit(AGENTIC, norm)
     clipped = native(early(text), tmp_path)["reward"]["norm"]
     assert clipped == {"center": "batch", "scale": "batch", "clip": [-1.0, 3.0]}
-    translation = imported(text, tmp_path)
+    translation = convert(text, tmp_path)
     assert "clip" not in tree(translation)["reward"]["norm"]
     assert_mentions(report(translation), "asym_clip", "v0.1.3")
 
 
 def test_unknown_workers_of_environments_are_refused(tmp_path: Path) -> None:
     worker = "worker_cls: roll.pipeline.agentic.environment_worker.EnvironmentWorker"
-    keys = statuses(imported(with_manager(worker), tmp_path))
+    keys = statuses(convert(with_manager(worker), tmp_path))
     assert keys["train_env_manager.worker_cls"] is KeyStatus.SAME
     with pytest.raises(MsrlError, match=mentions("worker_cls=my.Worker", "environment.path")):
-        imported(with_manager("worker_cls: my.Worker"), tmp_path)
+        convert(with_manager("worker_cls: my.Worker"), tmp_path)
 
 
 def test_the_horizon_without_a_target_has_its_own_reason(tmp_path: Path) -> None:
@@ -99,7 +99,7 @@ def in_checkout(folder: Path) -> Path:
 
 
 def test_texts_of_a_game_come_from_the_file_and_from_the_checkout_around_it(tmp_path: Path) -> None:
-    text = changed(AGENTIC, ("    use_thread_lock: true\n", TEXTS))
+    text = edit(AGENTIC, ("    use_thread_lock: true\n", TEXTS))
     options = native(text, in_checkout(tmp_path))["environment"]["options"]
     expected = "Walk. Take care.\nSymbols:\np: you, h: hole\nActions:\nLeft, Down"
     assert options["instructions"] == expected
@@ -110,14 +110,14 @@ def test_texts_of_a_game_come_from_the_file_and_from_the_checkout_around_it(tmp_
         "is_slippery: false,",
         'is_slippery: false, env_instruction: "Go.", grid_lookup: {1: "-"},',
     )
-    options = native(changed(text, own), tmp_path / "examples")["environment"]["options"]
+    options = native(edit(text, own), tmp_path / "examples")["environment"]["options"]
     assert options["instructions"].startswith("Go.\nSymbols:")
     assert options["symbols"] == ["p", "-", "h", "g", "x", "y"]
 
 
 def in_game(folder: Path, *changes: tuple[str, str]) -> Any:
     """Return the import of a file with texts in a checkout, without --approximate."""
-    text = changed(AGENTIC, ("    use_thread_lock: true\n", TEXTS), *changes)
+    text = edit(AGENTIC, ("    use_thread_lock: true\n", TEXTS), *changes)
     file = in_checkout(folder) / "given.yaml"
     file.write_text(text, encoding="utf-8")
     return translate_arguments("roll", [str(file)])
@@ -132,7 +132,7 @@ def test_turns_and_limits_of_a_game_are_those_of_the_original(tmp_path: Path) ->
     text = f"{AGENTIC}skip_mock_system_prompt: false\n"
     assert "history" not in native(text, tmp_path)["environment"]  # without the texts of a checkout
     with pytest.raises(MsrlError, match=mentions("skip_mock_system_prompt=true", "system")):
-        imported(text.replace("prompt: false", "prompt: true"), tmp_path)
+        convert(text.replace("prompt: false", "prompt: true"), tmp_path)
 
 
 TURN = '{turn_idx}: {observation}"'
@@ -157,10 +157,10 @@ def test_a_game_whose_tokens_or_actions_differ_is_no_exact_import(
 def test_a_room_that_ends_before_its_episode_is_no_exact_import(tmp_path: Path) -> None:
     rooms = ("tags: [Lake]", "tags: [Room]")
     options = ("num_boxes: 1, max_steps: 7}", "num_boxes: 1, max_steps: 6, search_depth: 30}")
-    translation = imported(changed(AGENTIC, rooms, options), tmp_path)
+    translation = convert(edit(AGENTIC, rooms, options), tmp_path)
     assert tree(translation)["environment"]["options"]["search_depth"] == 30
     assert_mentions("\n".join(translation.differences), "env_type=sokoban", "6 steps", "7")
-    translation = imported(changed(AGENTIC, rooms), tmp_path)
+    translation = convert(edit(AGENTIC, rooms), tmp_path)
     assert tree(translation)["environment"]["options"]["search_depth"] == 300
     assert "steps of" not in "\n".join(translation.differences)
 
@@ -178,10 +178,10 @@ def test_a_room_that_ends_before_its_episode_is_no_exact_import(tmp_path: Path) 
 def test_the_sides_of_a_room_of_the_first_version_are_its_size(
     room: str, size: int | None, problem: tuple[str, ...], tmp_path: Path
 ) -> None:
-    text = changed(AGENTIC, ("tags: [Lake]", "tags: [Room]"), ("dim_room: [6, 6]", room))
+    text = edit(AGENTIC, ("tags: [Lake]", "tags: [Room]"), ("dim_room: [6, 6]", room))
     if problem:
         with pytest.raises(MsrlError, match=mentions(*problem)):
-            imported(text, tmp_path)
+            convert(text, tmp_path)
         return
     assert native(text, tmp_path)["environment"]["options"]["size"] == size
 
@@ -196,8 +196,8 @@ def test_rooms_of_a_checkout_of_the_first_version_are_imported() -> None:
 
 
 def test_without_a_checkout_the_words_of_a_game_are_reported_as_others(tmp_path: Path) -> None:
-    text = changed(AGENTIC, ("    use_thread_lock: true\n", TEXTS))
-    translation = imported(text, tmp_path)
+    text = edit(AGENTIC, ("    use_thread_lock: true\n", TEXTS))
+    translation = convert(text, tmp_path)
     assert "instructions" not in tree(translation)["environment"]["options"]
     assert_mentions("\n".join(translation.differences), "env_type", "checkout", "agent_template")
 
@@ -207,7 +207,7 @@ def test_secrets_among_the_variables_of_a_file_are_neither_written_nor_printed(
 ) -> None:
     secrets = 'WANDB_API_KEY: s3cret-a, HF_TOKEN: s3cret-b, URL: "https://me:s3cret-c@host"'
     text = f"{RLVR}system_envs: {{{secrets}, LEVEL: 1}}\n"
-    text = changed(text, ("  infer_batch_size: 4\n", f"  system_envs: {{{secrets}, OTHER: 2}}\n"))
+    text = edit(text, ("  infer_batch_size: 4\n", f"  system_envs: {{{secrets}, OTHER: 2}}\n"))
     translation = imported_file("roll", text, tmp_path)
     assert "s3cret" not in native_yaml(translation) + report(translation)
     assert_mentions(report(translation), "WANDB_API_KEY", "HF_TOKEN", "URL", "Export")
@@ -218,13 +218,13 @@ def test_secrets_among_the_variables_of_a_file_are_neither_written_nor_printed(
     ("line", "is_set"), [("warmup_steps: 20", True), ("warmup_steps: 0", False)]
 )
 def test_a_warmup_of_roll_begins_at_zero(line: str, is_set: bool, tmp_path: Path) -> None:
-    text = changed(RLVR, ("warmup_steps: 20", line))
+    text = edit(RLVR, ("warmup_steps: 20", line))
     optimizer = tree(imported_file("roll", text, tmp_path))["train"]["optimizer"]
     assert optimizer.get("warmup_from_zero", False) is is_set
 
 
 def test_gigpo_names_states_that_it_does_not_compare(tmp_path: Path) -> None:
-    text = changed(AGENTIC, ("adv_estimator: grpo", "adv_estimator: gigpo"))
-    differences = "\n".join(imported(text, tmp_path).differences)
+    text = edit(AGENTIC, ("adv_estimator: grpo", "adv_estimator: gigpo"))
+    differences = "\n".join(convert(text, tmp_path).differences)
     assert_mentions(differences, "adv_estimator=gigpo", "same state", "--approximate")
     assert "once per turn" not in differences

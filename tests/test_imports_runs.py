@@ -106,7 +106,7 @@ class Runs:
         (problem,) = self.call("run", command, *arguments, *words)
         assert not problem, problem
 
-    def imported(self, system: str, file: Path, command: str) -> Path:
+    def import_file(self, system: str, file: Path, command: str) -> Path:
         """Import a file and return the native one."""
         translation = translate_arguments(system, [str(file)], approximate=True)
         validation = validate(translation)
@@ -117,7 +117,7 @@ class Runs:
 
     def train(self, command: str, system: str, file: Path, **changes: Any) -> Path:
         """Train with an imported file for two steps; return the run's folder."""
-        native = self.imported(system, file, command)
+        native = self.import_file(system, file, command)
         self.msrl(command, "-c", native.name, **changes, **{"run.name": native.stem})
         run = self.folder / "runs" / native.stem
         steps = [row for row in rows(run) if "train/grad_norm" in row["metrics"]]
@@ -201,7 +201,7 @@ def test_a_file_of_mindspeed_rl_trains_for_two_steps(name: str, runs: Runs) -> N
 
 def test_a_dpo_file_of_mindspeed_rl_trains_for_two_steps(runs: Runs) -> None:
     file = mindspeed_rl_oracle.checkout() / "configs" / "dpo_qwen3_30b_a3b_A3.yaml"
-    pairs = preprocessed(runs, "qwen3_moe/data_convert_qwen3_moe_pairwise", "pairs")
+    pairs = preprocess(runs, "qwen3_moe/data_convert_qwen3_moe_pairwise", "pairs")
     runs.train("train-dpo", "mindspeed-rl", file, **{**TUNE, "data.train": pairs})
 
 
@@ -239,7 +239,7 @@ PROMPTS = {  # templates of scripts whose prompts are compared
 }
 
 
-def preprocessed(runs: Runs, script: str, data: str) -> str:
+def preprocess(runs: Runs, script: str, data: str) -> str:
     """Run an imported script that prepares data, unless it ran already; return its output."""
     prefix = Path(script).name
     if not (runs.folder / f"{prefix}_manifest.json").exists():
@@ -249,7 +249,7 @@ def preprocessed(runs: Runs, script: str, data: str) -> str:
             {"seq_length": 256} if prefix.endswith("instruction_pack") else {}
         )
         changes = {f"preprocess.{key}": value for key, value in {**paths, **sizes}.items()}
-        native = runs.imported("mindspeed-llm", file, "preprocess")
+        native = runs.import_file("mindspeed-llm", file, "preprocess")
         runs.msrl("preprocess", "-c", native.name, **changes)
     return prefix
 
@@ -258,7 +258,7 @@ def preprocessed(runs: Runs, script: str, data: str) -> str:
 def test_a_script_of_mindspeed_llm_trains_for_two_steps(name: str, runs: Runs) -> None:
     script, data, stage = MINDSPEED_LLM[name]
     file = mindspeed_oracle.checkout() / "examples" / "mcore" / f"{name}.sh"
-    changes = {"data.train": preprocessed(runs, script, data)}
+    changes = {"data.train": preprocess(runs, script, data)}
     if "lora" in name:
         changes |= {"train.lora.rank": 4}
     runs.train(f"train-{stage}", "mindspeed-llm", file, **{**TUNE, **changes})
@@ -305,7 +305,7 @@ def test_a_file_of_roll_trains_for_two_steps(name: str, runs: Runs) -> None:
         config = roll_oracle.pipeline_config(
             4, adv_estimator="grpo", advantage_clip=2.0, reward_clip=10, whiten_advantages=False
         )
-        mask, rewards = padded(samples)
+        mask, rewards = masks_and_scores(samples)
         prompt = torch.ones(len(samples), 1, dtype=torch.bool)
         attention = torch.cat([prompt, mask], 1).long()
         batch = roll_oracle.Batch(
@@ -351,13 +351,13 @@ def test_a_script_of_verl_trains_for_two_steps(name: str, runs: Runs) -> None:
     if (estimator := VERL[name]) is not None:
         lines = [f"algorithm.adv_estimator={estimator}", "actor_rollout_ref.rollout.n=4"]
         settings = verl_oracle.config(verl_oracle.changes(lines))
-        mask, scores = padded(samples)
+        mask, scores = masks_and_scores(samples)
         batch = verl_oracle.Batch(response_mask=mask.long(), token_level_scores=scores)
         labels = np.array([sample["prompt_index"] for sample in samples])
         assert_advantages(samples, means(verl_oracle.advantages(settings, batch, labels), mask))
 
 
-def padded(samples: list[dict[str, Any]]) -> tuple[torch.Tensor, torch.Tensor]:
+def masks_and_scores(samples: list[dict[str, Any]]) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the mask of the responses, and scores with the reward at the last token, [B, T]."""
     lengths = torch.tensor([sample["num_response_tokens"] for sample in samples])
     mask = torch.arange(int(lengths.max()))[None] < lengths[:, None]

@@ -24,17 +24,17 @@ TUNE = (
 )
 
 
-def imported(line: str) -> Translation:
+def convert(line: str) -> Translation:
     return translate_arguments("mindspeed-llm", line.split())
 
 
 def native_tree(line: str) -> Any:
-    return plain(parse(native_yaml(imported(line)), "native.yaml"))
+    return plain(parse(native_yaml(convert(line)), "native.yaml"))
 
 
 def mistakes(line: str) -> list[str]:
     with pytest.raises(MsrlError) as caught:
-        imported(line)
+        convert(line)
     return str(caught.value).splitlines()
 
 
@@ -43,7 +43,7 @@ def test_torchrun_sets_the_devices_of_the_training(tmp_path: Path):
         "torchrun --nproc_per_node 8 --nnodes=4 --node_rank 0 --master_addr localhost "
         "--master_port 6000 "
     )
-    (tmp_path / "native.yaml").write_text(native_yaml(imported(launcher + TUNE)), encoding="utf-8")
+    (tmp_path / "native.yaml").write_text(native_yaml(convert(launcher + TUNE)), encoding="utf-8")
     cluster = load([str(tmp_path / "native.yaml")]).config.cluster
     assert (cluster.nodes, cluster.devices_per_node) == (4, 8)
     assert_each_mentions(
@@ -116,7 +116,7 @@ def test_load_balancing_flags_of_a_script_are_translated(
     )
     line = f"{TUNE} {mixture}{speed}{flags}"
     assert native_tree(line)["train"].get("router") == router
-    (tmp_path / "native.yaml").write_text(native_yaml(imported(line)), encoding="utf-8")
+    (tmp_path / "native.yaml").write_text(native_yaml(convert(line)), encoding="utf-8")
     assert load([str(tmp_path / "native.yaml")])
 
 
@@ -133,7 +133,7 @@ def test_irrelevant_model_properties_are_not_checked(tmp_path: Path):
         "mlp_only_layers": [],
     }
     make_model(tmp_path / "mixture", **mixture)
-    translation = imported(
+    translation = convert(
         f"{TUNE} --tokenizer-name-or-path {tmp_path}/mixture --max-position-embeddings 77 "
         "--ffn-hidden-size 8192"
     )
@@ -169,15 +169,13 @@ def test_an_inference_script_samples_like_the_original():
         "generate": {"prompt": "how are you?", **both},
         "chat": {"history_turns": 3, "history_keeps": "oldest", **both},
     }
-    statuses = {
-        key_result.entry.key: key_result.status for key_result in imported(line).key_results
-    }
+    statuses = {key_result.entry.key: key_result.status for key_result in convert(line).key_results}
     assert statuses["num_layers"] is KeyStatus.SAME
     assert statuses["nproc_per_node"] is KeyStatus.PLACEMENT
 
 
 def test_the_inference_task_sets_the_sampling():
-    translation = imported("inference.py --task greedy --load ckpt --temperature 0.9 --top-k 5")
+    translation = convert("inference.py --task greedy --load ckpt --temperature 0.9 --top-k 5")
     sampling = plain(translation.tree)["generate"]
     assert (sampling["temperature"], sampling["top_p"], sampling["top_k"]) == (0, 1, -1)
     assert {
@@ -189,7 +187,7 @@ def test_the_inference_task_sets_the_sampling():
         "top_k",
     }
     assert (
-        plain(imported("inference.py --task do_sample --load ckpt --temperature 0.9").tree)[
+        plain(convert("inference.py --task do_sample --load ckpt --temperature 0.9").tree)[
             "generate"
         ]["temperature"]
         == 0.9
@@ -346,7 +344,7 @@ def test_float16_and_losses_over_devices_are_approximated_only_on_request():
     status = {o.entry.key: o.status for o in translation.key_results}
     assert status["moe_comm_aux_loss_coeff"] is KeyStatus.DROPPED
     unread = moe.replace("group_limited_greedy", "aux_loss")
-    (result,) = [o for o in imported(f"{TUNE} {unread}").key_results if "comm_aux" in o.entry.key]
+    (result,) = [o for o in convert(f"{TUNE} {unread}").key_results if "comm_aux" in o.entry.key]
     assert result.status is KeyStatus.DEAD
 
 
@@ -359,7 +357,7 @@ def test_float16_and_losses_over_devices_are_approximated_only_on_request():
 )
 def test_defaults_that_msrl_does_not_have_are_reported(flags: str, words: tuple[object, ...]):
     for line, is_reported in ((TUNE, True), (f"{TUNE} {flags}", False)):
-        lines = full(imported(line))
+        lines = full(convert(line))
         assert any(re.search(mentions(*words), text) for text in lines) == is_reported
 
 
@@ -375,14 +373,14 @@ def test_attention_across_packed_sequences_is_reported():
     words = mentions("reset-attention-mask", "attend")
     packs = {"": False, "--pack": True, "--pack --reset-attention-mask": False}
     for flags, is_reported in packs.items():
-        lines = full(imported(f"{TUNE} {flags}"))
+        lines = full(convert(f"{TUNE} {flags}"))
         assert any(re.search(words, line) for line in lines) == is_reported
 
 
 def test_properties_of_experts_are_compared_with_the_config_of_the_model(tmp_path: Path):
     model = make_model(tmp_path / "model", **MIXTURE)
     line = f"{TUNE} --tokenizer-name-or-path {model} --num-experts"
-    (result,) = [o for o in imported(f"{line} 8").key_results if o.entry.key == "num_experts"]
+    (result,) = [o for o in convert(f"{line} 8").key_results if o.entry.key == "num_experts"]
     assert_mentions(result.text, "equals", "config.json")
     (error,) = mistakes(f"{line} 16")
     assert_mentions(error, "num_experts=16", "config.json", 8)
@@ -399,7 +397,7 @@ MIXTURE: dict[str, Any] = {
 def test_a_conversion_without_a_dtype_keeps_that_of_the_weights_with_a_report():
     line = "{}.py --load-model-type hf --save-model-type mg --load-dir a --save-dir b {}"
     lines = {
-        (program, flags): imported(line.format(program, flags)).remarks
+        (program, flags): convert(line.format(program, flags)).remarks
         for program in ("convert_ckpt", "convert_ckpt_v2")
         for flags in ("", "--params-dtype bf16")
     }

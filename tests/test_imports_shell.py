@@ -87,7 +87,7 @@ def test_a_value_that_only_a_run_knows_is_named_with_its_line(value: str) -> Non
     assert_mentions(str(caught.value), "s.sh:2: ", value.strip("$(){}").split()[0])
 
 
-def imported(system: str, text: str, folder: Path) -> Translation:
+def convert(system: str, text: str, folder: Path) -> Translation:
     file = folder / "given.sh"
     file.write_text(text, encoding="utf-8")
     return translate_arguments(system, [str(file)])
@@ -101,7 +101,7 @@ CONVERT = "python convert_ckpt_v2.py --load-model-type hf --save-model-type mg -
 
 
 def test_of_a_repeated_flag_the_last_value_counts(tmp_path: Path) -> None:
-    translation = imported("mindspeed-llm", f"{CONVERT} --load-dir a --load-dir b", tmp_path)
+    translation = convert("mindspeed-llm", f"{CONVERT} --load-dir a --load-dir b", tmp_path)
     assert native_tree(translation)["convert"]["load"] == "b"
     (first,) = [o for o in translation.key_results if o.entry.value == "a"]
     assert_mentions(first.text, "overrides")
@@ -109,14 +109,14 @@ def test_of_a_repeated_flag_the_last_value_counts(tmp_path: Path) -> None:
 
 def test_placeholders_stay_whole_and_are_reported(tmp_path: Path) -> None:
     text = f'LOAD="your model path"\n{CONVERT} --load-dir $LOAD'
-    translation = imported("mindspeed-llm", text, tmp_path)
+    translation = convert("mindspeed-llm", text, tmp_path)
     assert native_tree(translation)["convert"]["load"] == "your model path"
     (key_result,) = [o for o in translation.key_results if o.entry.key == "load_dir"]
     assert_mentions(key_result.text, "placeholder")
 
 
 def test_an_empty_variable_is_reported(tmp_path: Path) -> None:
-    translation = imported("mindspeed-llm", f"{CONVERT} --load-dir a $MOE_ARGS", tmp_path)
+    translation = convert("mindspeed-llm", f"{CONVERT} --load-dir a $MOE_ARGS", tmp_path)
     assert [o.entry.key for o in translation.key_results if o.entry.section == "variable"] == [
         "$MOE_ARGS"
     ]
@@ -126,7 +126,7 @@ def test_a_script_has_the_variables_of_the_files_that_it_includes(tmp_path: Path
     (tmp_path / "common").mkdir()
     (tmp_path / "common" / "env.sh").write_text("LOAD=${LOAD:-a}\nreturn 0\nLOAD=never\n")
     text = f'source "$(dirname "$0")/common/env.sh"\n. ./other.sh\n{CONVERT} --load-dir $LOAD'
-    translation = imported("mindspeed-llm", text, tmp_path)
+    translation = convert("mindspeed-llm", text, tmp_path)
     assert native_tree(translation)["convert"]["load"] == "a"
     included, missing = [o for o in translation.key_results if o.entry.key == "source"]
     assert (included.status, missing.status) == (KeyStatus.APPLIED, KeyStatus.DROPPED)
@@ -137,7 +137,7 @@ def test_a_script_has_the_variables_of_the_files_that_it_includes(tmp_path: Path
 def test_variables_of_an_included_file_are_exported_with_allexport(tmp_path: Path) -> None:
     (tmp_path / ".env").write_text("HCCL_BUFFSIZE=256\n")
     text = "set -a\nsource .env\nset +a\nA=1\n" + TUNE
-    translation = imported("mindspeed-llm", text, tmp_path)
+    translation = convert("mindspeed-llm", text, tmp_path)
     assert native_tree(translation)["cluster"]["env"] == {"HCCL_BUFFSIZE": "256"}
 
 
@@ -148,7 +148,7 @@ TUNE = (
 
 
 def test_variables_of_env_reach_the_workers(tmp_path: Path) -> None:
-    tree = native_tree(imported("mindspeed-llm", TUNE, tmp_path))
+    tree = native_tree(convert("mindspeed-llm", TUNE, tmp_path))
     assert tree["cluster"]["env"] == {"HCCL_BUFFSIZE": "256"}
 
 
@@ -176,13 +176,13 @@ def test_comments_and_line_ends_that_change_nothing_are_not_reported(tmp_path: P
     text = (
         f"A=(\n --load-dir a \\\n # comment\n --params-dtype bf16\n)\n{CONVERT} ${{A[@]}} \\ \n\n"
     )
-    translation = imported("mindspeed-llm", text, tmp_path)
+    translation = convert("mindspeed-llm", text, tmp_path)
     assert native_tree(translation)["convert"]["load"] == "a"
     assert translation.notes == []
 
 
 def test_a_byte_order_mark_is_no_part_of_the_first_command(tmp_path: Path) -> None:
-    translation = imported("mindspeed-llm", f"\ufeffA=b\n{CONVERT} --load-dir $A", tmp_path)
+    translation = convert("mindspeed-llm", f"\ufeffA=b\n{CONVERT} --load-dir $A", tmp_path)
     assert native_tree(translation)["convert"]["load"] == "b"
 
 
@@ -227,7 +227,7 @@ def test_a_script_with_too_many_commands_is_refused_instead_of_cut() -> None:
 
 def test_a_variable_with_a_default_is_not_reported_as_empty(tmp_path: Path) -> None:
     text = f"A_X=${{A_X:-a}}\nB_X=$B_X\n{CONVERT} --load-dir $A_X$B_X"
-    translation = imported("mindspeed-llm", text, tmp_path)
+    translation = convert("mindspeed-llm", text, tmp_path)
     assert native_tree(translation)["convert"]["load"] == "a"
     assert [o.entry.key for o in translation.key_results if o.entry.section == "variable"] == [
         "B_X"
@@ -279,7 +279,7 @@ def test_a_launch_script_includes_the_file_that_it_names(tmp_path: Path) -> None
         "rl_config: {n_samples_per_prompt: 4, mini_batch_size: 8, actor_resource: {num_npus: 8}}\n"
     )
     (tmp_path / "examples").mkdir()
-    translation = imported("mindspeed-rl", LAUNCH, tmp_path / "examples")
+    translation = convert("mindspeed-rl", LAUNCH, tmp_path / "examples")
     tree = native_tree(translation)
     assert tree["cluster"]["env"] == {"HCCL_IF_BASE_PORT": "24703"}
     assert tree["rollout"]["prompts_per_step"] == 8
@@ -290,7 +290,7 @@ def test_a_launch_script_includes_the_file_that_it_names(tmp_path: Path) -> None
 
 def test_a_launch_script_without_its_file_says_how_to_run_it(tmp_path: Path) -> None:
     with pytest.raises(MsrlError) as caught:
-        imported("mindspeed-rl", LAUNCH, tmp_path)
+        convert("mindspeed-rl", LAUNCH, tmp_path)
     assert_mentions(caught.value, "config_name=grpo", "msrl train-grpo --config-name NAME")
 
 
@@ -306,7 +306,7 @@ def test_programs_without_a_counterpart_are_refused_with_the_reason(
     program: str, feature: str, tmp_path: Path
 ) -> None:
     with pytest.raises(MsrlError) as caught:
-        imported("mindspeed-llm", f"torchrun --nnodes 1 {program}", tmp_path)
+        convert("mindspeed-llm", f"torchrun --nnodes 1 {program}", tmp_path)
     first, second = str(caught.value).splitlines()
     assert_mentions(first, "nothing to import")
     assert_mentions(second, program.split()[0], "not imported", feature)

@@ -8,7 +8,7 @@ from typing import get_args
 
 import pytest
 
-from guides import GUIDES, documented
+from guides import GUIDES, documented_keys
 from msrl.importers.conversions import CONVERSIONS
 from msrl.importers.native_keys import is_designed, refusal
 from msrl.importers.table import canonical, load_table
@@ -37,7 +37,7 @@ def has_property(name: str) -> bool:
 
 @pytest.mark.parametrize("name", GUIDES)
 def test_every_documented_key_is_in_a_table(name: str):
-    keys = documented(name)
+    keys = documented_keys(name)
     known = {key for system in GUIDES[name] for _, key in load_table(system).rows}
     missing = {key for key in keys if canonical(key) not in known}
     assert not missing, sorted(missing)

@@ -11,13 +11,13 @@ import pytest
 from msrl.importers.command import native_yaml, report
 from support import assert_mentions
 from test_imports_commands import RLVR
-from test_imports_losses import FLAGS, imported, mindspeed, native
+from test_imports_losses import FLAGS, convert, mindspeed, native
 from test_imports_scripts import TUNE
 
 
 def read_log(system: str, text: str, folder: Path) -> dict[str, Any]:
     suffix = "yaml" if system in ("roll", "mindspeed-rl") else "sh"
-    return native(imported(system, text, folder, suffix, approximate=True)).get("log", {})
+    return native(convert(system, text, folder, suffix, approximate=True)).get("log", {})
 
 
 def test_flags_of_mindspeed_llm_set_folder_project_and_entity(tmp_path: Path) -> None:
@@ -48,7 +48,7 @@ def test_a_file_of_mindspeed_rl_names_project_and_folder(is_on: bool, tmp_path: 
 def test_a_command_of_lightrft_names_entity_group_project_and_folder(tmp_path: Path) -> None:
     names = "--wandb_org lab --wandb_group all --wandb_project math --wandb_run_name first"
     text = f"{FLAGS} --use_wandb key --use_tensorboard boards {names}"
-    translation = imported("lightrft", text, tmp_path, "sh")
+    translation = convert("lightrft", text, tmp_path, "sh")
     tree = native(translation)
     assert tree["log"]["options"] == {
         "wandb": {"entity": "lab", "group": "all", "project": "math"},
@@ -79,7 +79,7 @@ def test_the_arguments_of_rolls_tracker_are_taken_over_without_its_secret(
     track_with: str, kwargs: str, options: dict[str, Any] | None, tmp_path: Path
 ) -> None:
     text = f"{RLVR}track_with: {track_with}\ntracker_kwargs: {kwargs}\n"
-    translation = imported("roll", text, tmp_path, approximate=True)
+    translation = convert("roll", text, tmp_path, approximate=True)
     assert native(translation)["log"].get("options") == options
     assert "s3cret" not in native_yaml(translation) + report(translation)
     if options is None:
@@ -105,7 +105,7 @@ def test_the_profiler_of_mindspeed_rl_selects_steps_and_ranks(tmp_path: Path) ->
     settings = "{profile: true, profile_step_start: 2, profile_step_end: 4, profile_ranks: all}"
     text = mindspeed() + f"\nprofiler_config:\n  integrated: {settings}\n"
     assert read_log("mindspeed-rl", text, tmp_path)["profile"] == {"steps": [2, 3], "ranks": []}
-    assert native(imported("mindspeed-rl", text, tmp_path))["log"]["profile"]
+    assert native(convert("mindspeed-rl", text, tmp_path))["log"]["profile"]
     off = text.replace("profile: true", "profile: false")
     assert "profile" not in read_log("mindspeed-rl", off, tmp_path)
 
@@ -119,6 +119,6 @@ def test_the_timeline_of_roll_selects_steps(max_steps: int, steps: list[int], tm
 
 def test_the_history_of_memory_of_roll_is_reported_as_dropped(tmp_path: Path) -> None:
     text = f"{RLVR}profiler_memory: true\n"
-    translation = imported("roll", text, tmp_path, approximate=True)
+    translation = convert("roll", text, tmp_path, approximate=True)
     assert "profile" not in native(translation)["log"]
     assert_mentions(report(translation), "profiler_memory", "dropped")

@@ -24,19 +24,19 @@ FLAGS = {
 LISTS = ("lora-target-modules",)
 
 
-def quoted(name: str) -> str:
+def quote(name: str) -> str:
     """Return the value of a flag as it is written in a script."""
     return FLAGS[name] if name in LISTS or not FLAGS[name] else shlex.quote(FLAGS[name])
 
 
 def flags() -> list[str]:
-    return [f"--{name} {quoted(name)}".strip() for name in FLAGS]
+    return [f"--{name} {quote(name)}".strip() for name in FLAGS]
 
 
-def assigned(template: str) -> list[str]:
+def quoted_flags(template: str) -> list[str]:
     """Return the flags with values that a template quotes, such as `"${{V_{number}}}"`."""
     return [
-        f"--{name} {quoted(name)}".strip()
+        f"--{name} {quote(name)}".strip()
         if name in LISTS or not value
         else f"--{name} {template.format(number=number, value=value)}"
         for number, (name, value) in enumerate(FLAGS.items())
@@ -53,7 +53,7 @@ def values(template: str) -> str:
 VARIATIONS: dict[str, Callable[[], str]] = {
     "moved": lambda: f"{HEAD} {' '.join(reversed(flags()))}",
     "equals": lambda: HEAD + " " + " ".join(
-        f"--{name} {quoted(name)}" if name in LISTS or not value else f"--{name}={quoted(name)}"
+        f"--{name} {quote(name)}" if name in LISTS or not value else f"--{name}={quote(name)}"
         for name, value in FLAGS.items()
     ),
     "lines": lambda: f"{HEAD} \\\n  " + " \\\n  ".join(flags()),
@@ -63,9 +63,9 @@ VARIATIONS: dict[str, Callable[[], str]] = {
     + f')\n{HEAD} "${{ARGS[@]}}" 2>&1 | tee "log_$(date +%F).txt"',
     "appended": lambda: "ARGS=()\n" + "".join(f"ARGS+=({flag})\n" for flag in flags())
     + f'[ -n "${{DEBUG_X:-}}" ] && ARGS+=(--lr 1)\n{HEAD} "${{ARGS[@]}}"',
-    "defaults": lambda: f"{HEAD} " + " ".join(assigned('"${{V_X{number}:-{value}}}"')),
+    "defaults": lambda: f"{HEAD} " + " ".join(quoted_flags('"${{V_X{number}:-{value}}}"')),
     "variables": lambda: values("export V{number}={value}\n")
-    + f"{HEAD} " + " ".join(assigned('"$V{number}"')),
+    + f"{HEAD} " + " ".join(quoted_flags('"$V{number}"')),
     "function": lambda: f'run() {{\n  local name=$1; shift\n  {HEAD} "$@"\n}}\n'
     + f"run x {' '.join(flags())}",
     "eval": lambda: f"CMD={shlex.quote(' '.join([HEAD, *flags()]))}\neval \"$CMD\"",
@@ -95,6 +95,6 @@ def test_values_of_an_included_file_have_the_same_configuration(tmp_path: Path) 
     expected = native_tree(f"{HEAD} {' '.join(flags())}", tmp_path / "run.sh")
     (tmp_path / "env.sh").write_text(values("V{number}={value}\n"))
     text = f'. "$(cd "$(dirname "$0")" && pwd)/env.sh"\n{HEAD} ' + " ".join(
-        assigned('"${{V{number}}}"')
+        quoted_flags('"${{V{number}}}"')
     )
     assert native_tree(text, tmp_path / "run.sh") == expected

@@ -206,7 +206,7 @@ def test_the_loss_of_an_imported_script_is_that_of_the_actor(name: str, tmp_path
             batch["log_probs"].shape, generator=torch.Generator().manual_seed(seed)
         )
         leaf = batch["log_probs"].clone().requires_grad_()
-        expected = oracle.loss(theirs, oracle.corrected(theirs, batch), leaf, entropy)
+        expected = oracle.loss(theirs, oracle.correct(theirs, batch), leaf, entropy)
         expected.backward()
         assert leaf.grad is not None
         value, gradient = our_loss(config, batch, entropy)

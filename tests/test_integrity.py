@@ -137,7 +137,7 @@ def grpo(folder: Path, model: Path, **sections: Any) -> None:
     train_grpo.run(plan_run(training(folder, model, "prompts", **sections), "train-grpo"))
 
 
-def started(folder: Path) -> bool:
+def has_started(folder: Path) -> bool:
     return (folder / "runs").exists()
 
 
@@ -154,7 +154,7 @@ def test_a_flipped_byte_of_a_model_is_refused_before_anything_starts(
     flip(folder / kind / name)
     with pytest.raises(MsrlError, match=rf"{kind}/{name}: .*{keyword}"):
         command(folder, folder / kind)
-    assert not started(folder)
+    assert not has_started(folder)
 
 
 @pytest.mark.parametrize("verify", [True, False])
@@ -267,7 +267,7 @@ def test_the_critic_and_reward_models_of_a_training_are_verified(folder: Path) -
     source = {"model": str(folder / "mcore-foreign"), "engine": "hf"}
     with pytest.raises(MsrlError, match=rf"mcore-foreign/{RANK_FILE}: record"):
         grpo(folder, folder / "hf", reward={"sources": [source]})
-    assert not started(folder)
+    assert not has_started(folder)
 
 
 # --- data ---
@@ -290,7 +290,7 @@ def test_a_flipped_byte_of_preprocessed_data_is_refused(
     flip(folder / name, position)
     with pytest.raises(MsrlError, match=rf"{name} .*checksum"):
         command(folder, folder / "hf")
-    assert not started(folder)
+    assert not has_started(folder)
 
 
 def without_checksums(prefix: Path) -> None:
@@ -320,7 +320,7 @@ def test_a_token_outside_of_the_vocabulary_is_named_with_its_row(
         MsrlError, match=rf"{path}: row 2: token {token} at position 3 is outside .* {VOCAB_SIZE}"
     ):
         sft(folder, folder / "hf", tp=tp)
-    assert not started(folder)
+    assert not has_started(folder)
 
 
 def test_a_token_of_a_prompt_outside_of_the_vocabulary_is_named(folder: Path) -> None:
@@ -331,7 +331,7 @@ def test_a_token_of_a_prompt_outside_of_the_vocabulary_is_named(folder: Path) ->
     values.tofile(path)
     with pytest.raises(MsrlError, match=rf"{path}: row 0: token {VOCAB_SIZE} at position 0"):
         grpo(folder, folder / "hf")
-    assert not started(folder)
+    assert not has_started(folder)
 
 
 def test_data_without_checksums_is_still_read(folder: Path) -> None:

@@ -103,7 +103,7 @@ def _read_data(folder: Path) -> object:
     return {path.name: path.read_bytes() for path in files} if manifest else None
 
 
-def _cached(folder: Path) -> object:
+def _cache_entry(folder: Path) -> object:
     os.environ["MSRL_DATA_CACHE"] = str(folder / "cache")
     (folder / "rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in CHAT))
     return prefix_of(plan(folder.parent / "model", folder / "rows.jsonl"))
@@ -182,7 +182,7 @@ WRITERS = {
     "preprocessed data and its bad rows": Writer(
         _preprocess, _read_data, lambda folder: _preprocess(folder, 1)
     ),
-    "cache of rows": Writer(_cached, _read_cache),
+    "cache of rows": Writer(_cache_entry, _read_cache),
     "folder of a view": Writer(
         _view, _read_view, lambda folder: (make_run(folder / "run", num_steps=1), _view(folder))
     ),

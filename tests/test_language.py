@@ -95,7 +95,7 @@ def texts(node: ast.AST) -> Iterator[Text]:
             yield from texts(child)
 
 
-def pinned(tree: ast.AST) -> Iterator[Text]:
+def pins(tree: ast.AST) -> Iterator[Text]:
     """Yield the texts that are compared, searched for or passed as `match=`."""
     for node in ast.walk(tree):
         if isinstance(node, ast.keyword) and node.arg == "match":
@@ -136,7 +136,7 @@ def sentences(tree: ast.AST, known: set[str]) -> list[Text]:
 
     `known` are the word sequences in the package's texts.
     """
-    violations = {(line, text) for line, text in pinned(tree) if longest_run(text) > MAX_PINNED}
+    violations = {(line, text) for line, text in pins(tree) if longest_run(text) > MAX_PINNED}
     violations |= {
         (line, text) for line, text in texts(tree) if word_sequences(text, MAX_SHARED + 1) & known
     }

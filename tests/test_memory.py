@@ -148,7 +148,7 @@ def estimate(case: Case, *sets: str) -> Memory:
     )
 
 
-def measured(cases: list[Case], num_ranks: int) -> list[Measurement]:
+def measure(cases: list[Case], num_ranks: int) -> list[Measurement]:
     from msrl.platforms import get
 
     return run_ranks(
@@ -170,7 +170,7 @@ def test_the_estimate_matches_live_tensors_and_resident_memory_of_three_models(
     cases = {
         name: Case(name, folders[name], LENGTHS, dtype=dtype) for name, dtype in dtypes.items()
     }
-    for result in measured(list(cases.values()), 1):
+    for result in measure(list(cases.values()), 1):
         expected = estimate(cases[result.name]).training
         assert result.live == pytest.approx(expected, rel=0.05), (result.name, result.by_operation)
         assert result.resident == pytest.approx(expected, rel=0.3), result.name
@@ -273,7 +273,7 @@ def test_the_estimate_holds_for_every_layout_and_memory_option(folders):
         for name, (model, more, _) in TABLE.items()
     }
     fullest: dict[str, int] = {}
-    for result in measured(list(cases.values()), 2):
+    for result in measure(list(cases.values()), 2):
         fullest[result.name] = max(result.live, fullest.get(result.name, 0))
     ratios = {
         name: estimate(cases[name], *TABLE[name][2]).training / live

@@ -35,7 +35,7 @@ from msrl.trainer.settings import Layout
 from msrl.workflows.engine import hf_weights
 from reference_gradients import _file_gradients, backward
 from test_mixture_exactness import _assert_same
-from test_mixture_training import _trained
+from test_mixture_training import _train
 from training_ranks import Case, Result
 
 pytestmark = [pytest.mark.slow, pytest.mark.full]
@@ -117,14 +117,14 @@ def results(folders: dict[str, Path], saves: Path) -> dict[str, Result]:
     )
     settings = {"lora": DROPOUT, "recompute": RecomputeConfig(granularity="full")}
     recomputed = dataclasses.replace(dropout, name="dropout, recomputed", more=settings)
-    return _trained([*cases, dropout, recomputed])
+    return _train([*cases, dropout, recomputed])
 
 
 @pytest.fixture(scope="module")
 def more_results(folders: dict[str, Path], results: dict[str, Result]) -> dict[str, Result]:
     return {
         **results,
-        **_trained([_case(name, layout, folders) for name in MODELS for layout in SLOW_LAYOUTS]),
+        **_train([_case(name, layout, folders) for name in MODELS for layout in SLOW_LAYOUTS]),
     }
 
 
@@ -137,7 +137,7 @@ def test_the_first_gradients_agree_with_transformers_by_the_chain_rule(
     actual, weights = results[f"{name}, first step"].gradients, _weight_gradients(folders[name])
     expected = {
         rule.mcore: _gradient_of_b(rule, LORAS[name], weights)
-        for rule in _adapted(folders[name], LORAS[name])
+        for rule in _adapted_rules(folders[name], LORAS[name])
     }
     assert actual.keys() == {f"{key} {factor}" for key in expected for factor in "AB"}
     norm = float(torch.stack([gradient.norm() for gradient in expected.values()]).norm())
@@ -244,7 +244,7 @@ def _random_adapter(base: WeightSource, targets: tuple[str, ...]) -> Adapter:
     return Adapter("random", 8.0, deltas, {})
 
 
-def _adapted(folder: Path, lora: LoraConfig) -> list[Rule]:
+def _adapted_rules(folder: Path, lora: LoraConfig) -> list[Rule]:
     return [
         rule
         for rule in all_rules(load_shape(folder))

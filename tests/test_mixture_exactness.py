@@ -22,7 +22,7 @@ from msrl.config.sections.train import LoraConfig, RecomputeConfig, RouterConfig
 from msrl.trainer.settings import Layout
 from poisoned_ranks import LENGTHS, MASKED_OUT, Poisoned
 from reference_gradients import _file_gradients
-from test_mixture_training import _trained
+from test_mixture_training import _train
 from training_ranks import Case, Result, sequences
 
 pytestmark = [pytest.mark.slow, pytest.mark.full]
@@ -133,12 +133,12 @@ def _more_cases(folders: dict[str, Path]) -> list[Any]:
 
 @pytest.fixture(scope="module")
 def results(folders: dict[str, Path]) -> dict[str, Any]:
-    return _trained(_cases(folders))
+    return _train(_cases(folders))
 
 
 @pytest.fixture(scope="module")
 def more_results(folders: dict[str, Path], results: dict[str, Any]) -> dict[str, Any]:
-    return {**results, **_trained(_more_cases(folders))}
+    return {**results, **_train(_more_cases(folders))}
 
 
 def _assert_same(actual: Result, single: Result) -> None:

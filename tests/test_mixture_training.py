@@ -186,16 +186,16 @@ def saves(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def results(folders: dict[str, Path], saves: Path) -> dict[str, Result]:
-    return _trained(_fast_cases(folders, saves))
+    return _train(_fast_cases(folders, saves))
 
 
 @pytest.fixture(scope="module")
 def more_results(folders: dict[str, Path], saves: Path) -> dict[str, Result]:
     first_steps = [_first_step(name, layout, folders, saves) for name, layout in ALSO_COMPARED]
-    return _trained([*first_steps, *[_row(name, layout, folders) for name, layout in SLOW_PAIRS]])
+    return _train([*first_steps, *[_row(name, layout, folders) for name, layout in SLOW_PAIRS]])
 
 
-def _trained(cases: list[Case]) -> dict[str, Result]:
+def _train(cases: list[Case]) -> dict[str, Result]:
     """Train all cases with one start of the ranks; return the results by name."""
     from msrl.platforms import get
     from msrl.trainer.launch import run_ranks

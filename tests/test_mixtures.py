@@ -80,12 +80,12 @@ def _logits(folders: dict[str, Path], rows: Sequence[tuple[str, str]]) -> dict[s
 
 
 @functools.cache
-def _expected(folder: Path, vocab_size: int) -> np.ndarray:
+def _reference_logits(folder: Path, vocab_size: int) -> np.ndarray:
     return transformers_logits(folder, parity_ranks.sequences(vocab_size))
 
 
 def _assert_logits_of_transformers(logits: np.ndarray, folder: Path, name: str) -> None:
-    expected = _expected(folder, MIXTURES[name].config["vocab_size"])
+    expected = _reference_logits(folder, MIXTURES[name].config["vocab_size"])
     assert expected.std() > 0.3, "the logits are too small for a comparison"
     assert np.abs(logits - expected).max() < 1e-4
 

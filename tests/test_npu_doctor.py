@@ -86,7 +86,7 @@ COMPLETE = stack.Facts(
 )
 
 
-def _changed(
+def _with_entries(
     field: str, changes: Mapping[str, str | None], facts: stack.Facts = COMPLETE
 ) -> stack.Facts:
     """Return the facts with other entries; None removes an entry."""
@@ -209,7 +209,7 @@ FAULTS: dict[str, tuple[str, dict[str, Any], str, str, tuple[str, ...]]] = {
 @pytest.mark.parametrize("name", FAULTS)
 def test_each_fault_is_one_finding_with_a_remedy(name):
     field, changes, level, what, words = FAULTS[name]
-    findings = stack.diagnose(_changed(field, changes))
+    findings = stack.diagnose(_with_entries(field, changes))
     (finding,) = (finding for finding in findings if finding.level != "ok")
     assert (finding.level, finding.what) == (level, what)
     assert_mentions(finding.text, *words)
@@ -225,7 +225,7 @@ def test_each_fault_is_one_finding_with_a_remedy(name):
     ids=["A3", "name with a hyphen", "no power"],
 )
 def test_all_devices_are_counted(output, devices):
-    (finding,) = stack._check_devices(_changed("outputs", {stack.NPU_SMI: output}))
+    (finding,) = stack._check_devices(_with_entries("outputs", {stack.NPU_SMI: output}))
     assert finding.level == "ok" and finding.text.startswith(devices)
 
 
@@ -240,18 +240,18 @@ def test_all_devices_are_counted(output, devices):
     ids=["version of a component", "operators of CANN 9", "shared folder"],
 )
 def test_the_release_of_toolkit_and_operators_is_read_from_each_layout(files):
-    findings = {finding.what: finding for finding in stack.diagnose(_changed("files", files))}
+    findings = {finding.what: finding for finding in stack.diagnose(_with_entries("files", files))}
     assert findings["CANN"].text.startswith("8.3.RC2")
     assert (findings["CANN kernels"].level, findings["CANN kernels"].text) == ("ok", "8.3.RC2")
 
 
 def test_the_release_of_the_driver_precedes_that_of_a_component():
-    facts = _changed("files", {stack.DRIVER: "Version=7.35.23\npackage_version=26.0.rc1\n"})
+    facts = _with_entries("files", {stack.DRIVER: "Version=7.35.23\npackage_version=26.0.rc1\n"})
     assert stack.diagnose(facts)[0].text == "26.0.rc1"
 
 
 def test_ports_follow_the_base_port_of_the_user():
-    facts = _changed("environment", {"HCCL_IF_BASE_PORT": "20000"})
+    facts = _with_entries("environment", {"HCCL_IF_BASE_PORT": "20000"})
     assert stack.diagnose(facts)[-2].text == "20000-20255"
 
 

@@ -62,7 +62,7 @@ def qwen():
     return open_tokenizer(shared_data("tokenizers", "qwen2.5-0.5b-instruct"))
 
 
-def rendered(row: dict):
+def render(row: dict):
     """Return a GSM8K row as rendered by the renderer."""
     turns = (Message("user", row["question"]), Message("assistant", row["answer"]))
     return make_renderer(load_template("qwen"), qwen()).examples([Conversation(turns)])[0]
@@ -87,7 +87,7 @@ def test_gsm8k_is_converted_to_examples_in_file_order(tmp_path):
         and len(data) == manifest.num_examples == len(rows)
         and manifest.dropped == {}
     )
-    expected = [rendered(row) for row in rows]
+    expected = [render(row) for row in rows]
     assert all(
         len(row) == 1 and same(row[0], example) for row, example in zip(data, expected, strict=True)
     )
@@ -165,9 +165,7 @@ def test_packed_rows_contain_every_example_once_with_its_boundaries(tmp_path):
     key = lambda e: e.token_ids.tolist()  # noqa: E731
     assert all(
         same(a, b)
-        for a, b in zip(
-            sorted(examples, key=key), sorted(map(rendered, rows), key=key), strict=True
-        )
+        for a, b in zip(sorted(examples, key=key), sorted(map(render, rows), key=key), strict=True)
     )
     raw = np.fromfile(tmp_path / "g_packed_attention_mask_document.bin", np.int32).reshape(-1, 512)
     assert all((np.diff(row[row > 0]) >= 0).all() and row[0] == 1 for row in raw)

@@ -35,7 +35,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def remembered(*sets: str, command: str = "train-sft") -> dict[str, Any]:
+def state_now(*sets: str, command: str = "train-sft") -> dict[str, Any]:
     plan = resolve(load(["sft.yaml"], sets).config, command)
     return resume_checks.checked_values(plan, RATES)
 
@@ -50,18 +50,18 @@ def saved_with(folder: Path, state: dict[str, Any], name: str = "saves") -> Save
 
 
 def test_a_training_with_the_same_settings_resumes(folder: Path):
-    saved = saved_with(folder, remembered(*LORA))
-    resume_checks.check(saved, remembered(*LORA[:1], "train.lora.targets=[v_proj,q_proj]"))
+    saved = saved_with(folder, state_now(*LORA))
+    resume_checks.check(saved, state_now(*LORA[:1], "train.lora.targets=[v_proj,q_proj]"))
     resume_checks.check(
         saved,
-        remembered(
+        state_now(
             *LORA, "train.optimizer.lr=1.0", "train.parallel.tp=2", "cluster.devices_per_node=2"
         ),
     )
 
 
 def test_a_training_saved_by_an_earlier_version_resumes(folder: Path):
-    resume_checks.check(saved_with(folder, {}), remembered())
+    resume_checks.check(saved_with(folder, {}), state_now())
 
 
 @pytest.mark.parametrize(
@@ -79,9 +79,9 @@ def test_a_training_saved_by_an_earlier_version_resumes(folder: Path):
 def test_changed_settings_are_refused_with_their_keys(
     folder: Path, sets: tuple[str, ...], fragments: tuple[str, ...]
 ):
-    saved = saved_with(folder, remembered("model.dtype=float32"))
+    saved = saved_with(folder, state_now("model.dtype=float32"))
     with pytest.raises(MsrlError, match=mentions("step 5", "saves", *fragments)):
-        resume_checks.check(saved, remembered("model.dtype=float32", *sets))
+        resume_checks.check(saved, state_now("model.dtype=float32", *sets))
 
 
 SMOOTHED = "algo.preference.options={label_smoothing: 0.1}"
@@ -113,36 +113,36 @@ def test_a_changed_loss_and_changed_held_out_data_are_refused(
 ) -> None:
     ids = next(folder.glob("data*input_ids_document.bin"))
     ids.with_name(ids.name.replace("data", "other")).write_bytes(b"other")
-    state = remembered(*before, command=command)
+    state = state_now(*before, command=command)
     saved = saved_with(folder, state)
-    resume_checks.check(saved, remembered(*before, command=command))
+    resume_checks.check(saved, state_now(*before, command=command))
     with pytest.raises(MsrlError, match=mentions(*fragments)):
-        resume_checks.check(saved, remembered(*now, command=command))
+        resume_checks.check(saved, state_now(*now, command=command))
     # A checkpoint of an earlier version lacks these values.
     keys = {key: value for key, value in state["remembered"]["keys"].items() if "algo" not in key}
     earlier = {"remembered": {**state["remembered"], "keys": keys, "contents": {}}}
-    resume_checks.check(saved_with(folder, earlier, "earlier"), remembered(*now, command=command))
+    resume_checks.check(saved_with(folder, earlier, "earlier"), state_now(*now, command=command))
 
 
 def test_an_option_that_is_set_to_its_default_resumes(folder: Path) -> None:
-    saved = saved_with(folder, remembered(command="train-dpo"))
+    saved = saved_with(folder, state_now(command="train-dpo"))
     default = "algo.preference.options={label_smoothing: 0, form: sigmoid}"
-    resume_checks.check(saved, remembered(default, command="train-dpo"))
+    resume_checks.check(saved, state_now(default, command="train-dpo"))
 
 
 def test_a_changed_model_and_changed_data_are_refused(folder: Path):
-    saved = saved_with(folder, remembered())
+    saved = saved_with(folder, state_now())
     config = json.loads((folder / "model" / "config.json").read_text())
     (folder / "model" / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 2}))
     with pytest.raises(MsrlError, match=mentions("model.path", "4 layers", "2 layers")):
-        resume_checks.check(saved, remembered())
+        resume_checks.check(saved, state_now())
     (folder / "model" / "config.json").write_text(json.dumps(config))
     ids = next((folder / "data").parent.glob("data*input_ids_document.bin"))
     before = fingerprint("data")
     ids.write_bytes(ids.read_bytes() + b"more")
     assert fingerprint("data") != before
     with pytest.raises(MsrlError, match=mentions("data.train", "contents")):
-        resume_checks.check(saved, remembered())
+        resume_checks.check(saved, state_now())
 
 
 @pytest.mark.parametrize(
@@ -171,11 +171,11 @@ def test_changed_base_weights_are_refused_if_checkpoints_do_not_contain_them(
     }
     for name, changed in kinds.items():
         saved = saved_with(
-            folder, remembered(*sets, f"model.path={name}", command=command), f"saves of {name}"
+            folder, state_now(*sets, f"model.path={name}", command=command), f"saves of {name}"
         )
-        resume_checks.check(saved, remembered(*sets, f"model.path={name}", command=command))
+        resume_checks.check(saved, state_now(*sets, f"model.path={name}", command=command))
         changed.write_text("2")
-        now = remembered(*sets, f"model.path={name}", command=command)
+        now = state_now(*sets, f"model.path={name}", command=command)
         if counts:
             with pytest.raises(MsrlError, match=mentions("model.path", "contents")):
                 resume_checks.check(saved, now)
@@ -186,7 +186,7 @@ def test_changed_base_weights_are_refused_if_checkpoints_do_not_contain_them(
 def test_a_changed_learning_rate_and_a_run_shorter_than_its_warm_up_are_reported(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ):
-    saved = saved_with(folder, remembered())
+    saved = saved_with(folder, state_now())
     resume_checks.report_schedule(saved, RATES, 5)
     assert not capsys.readouterr().err
     resume_checks.report_schedule(saved, dataclasses.replace(RATES, num_updates=20), 5)

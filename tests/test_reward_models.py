@@ -132,7 +132,7 @@ def test_a_reward_model_comes_back_bit_for_bit_from_another_layout(
     )
 
 
-def rewritten(folder: Path, layout: ParallelLayout, **added: Tensor) -> None:
+def add_tensors(folder: Path, layout: ParallelLayout, **added: Tensor) -> None:
     """Add tensors to the last stage's files as another system would have written them."""
     for at in layout.ranks():
         if at.pp == layout.pp - 1:
@@ -150,7 +150,7 @@ def test_an_output_layer_that_a_reward_model_does_not_use_is_dropped_and_reporte
 ) -> None:
     hf = save(tmp_path / "hf", "llama")
     write_mcore(open_weights(tmp_path / "hf"), tmp_path / "mcore", McoreTarget(ParallelLayout(2)))
-    rewritten(tmp_path / "mcore", ParallelLayout(2), output_layer__weight=torch.randn(100, 64))
+    add_tensors(tmp_path / "mcore", ParallelLayout(2), output_layer__weight=torch.randn(100, 64))
     write_hf(open_weights(tmp_path / "mcore"), tmp_path / "back", None)
     assert load_file(tmp_path / "back" / "model.safetensors").keys() == hf.keys()
     assert_each_mentions(training_state(tmp_path / "mcore"), ("output layer", "reward model"))
@@ -159,7 +159,7 @@ def test_an_output_layer_that_a_reward_model_does_not_use_is_dropped_and_reporte
 def test_a_bias_that_transformers_lacks_is_refused(tmp_path: Path) -> None:
     save(tmp_path / "hf", "llama")
     write_mcore(open_weights(tmp_path / "hf"), tmp_path / "mcore", McoreTarget(ParallelLayout(2)))
-    rewritten(tmp_path / "mcore", ParallelLayout(2), rm_head__bias=torch.ones(1))
+    add_tensors(tmp_path / "mcore", ParallelLayout(2), rm_head__bias=torch.ones(1))
     with pytest.raises(
         MsrlError, match=mentions("rm_head.bias", "zero", "LlamaForSequenceClassification")
     ):

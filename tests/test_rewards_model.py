@@ -47,7 +47,7 @@ def folder(tmp_path_factory):
     return folder
 
 
-def expected(folder, texts):
+def compute(folder, texts):
     """Return the score at the last token of each text, computed without padding."""
     import torch
     from transformers import AutoModelForSequenceClassification
@@ -66,7 +66,7 @@ def test_a_model_scores_in_batches_as_one_by_one(folder):
     with Scorer(sources, 1, prompt_text=lambda _: "Q: ") as scorer:
         scores = scorer.score([group(*TEXTS), group("x<|im_end|><|endoftext|>")])
         again = scorer.score([group(*TEXTS)])
-    reference = expected(folder, [*(f"Q: {text}" for text in TEXTS), "Q: x<|im_end|><|endoftext|>"])
+    reference = compute(folder, [*(f"Q: {text}" for text in TEXTS), "Q: x<|im_end|><|endoftext|>"])
     scored = [r.scores["reward_model"] for g in scores.groups for r in g.rewards]
     assert scored == pytest.approx(reference, abs=1e-5)
     assert max(reference) - min(reference) > 0.01
@@ -111,7 +111,7 @@ def test_a_model_scores_special_tokens_and_the_one_that_ended_the_response(
     with Scorer([Source(model=str(folder))], 1, prompt_text=tokenizer.decode) as scorer:
         (scores,) = totals(scorer.score([rollout]))
     read = f"Q: {text}<|im_end|>" if "tool" in response else f"Q: {response}"
-    assert scores == pytest.approx(expected(folder, [read]), abs=1e-5)
+    assert scores == pytest.approx(compute(folder, [read]), abs=1e-5)
 
 
 def test_a_model_reads_questions_by_its_own_template(folder):
@@ -121,7 +121,7 @@ def test_a_model_reads_questions_by_its_own_template(folder):
     system = "You are Qwen, created by Alibaba Cloud. You are a helpful assistant."
     messages = (("system", system), ("user", "2+2?"), ("assistant", "4"))
     text = "".join(f"<|im_start|>{role}\n{content}<|im_end|>\n" for role, content in messages)
-    assert totals(scores)[0] == pytest.approx(expected(folder, [text]), abs=1e-5)
+    assert totals(scores)[0] == pytest.approx(compute(folder, [text]), abs=1e-5)
     (mistake,) = mistakes([Source(model=str(folder), options={"template": "chat"})])
     assert_mentions(mistake[2], "options.prompt_column")
 

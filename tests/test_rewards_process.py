@@ -19,7 +19,7 @@ EPS = 1e-6
 NONE = Moments()
 
 
-def scored(totals, lengths=None, texts=None):
+def score(totals, lengths=None, texts=None):
     """Return groups with these totals [P, G], response lengths and texts."""
     groups = []
     for p, row in enumerate(totals):
@@ -124,7 +124,7 @@ def test_the_processing_steps_run_in_the_documented_order():
         norm=RewardNormConfig(center="group", scale="batch"),
     )
     form = "<think>a</think><answer>b</answer>"
-    groups = scored([[1.0, 0.0], [1.0, 1.0]], [[10, 20], [15, 15]], [[form, "x"], [form, form]])
+    groups = score([[1.0, 0.0], [1.0, 1.0]], [[10, 20], [15, 15]], [[form, "x"], [form, form]])
     processed = RewardSteps(config, 20, {}).apply(groups)
     shaped = np.array([[1.0 + 0.5 + 0.0, 0.0 - 0.5 - 0.5 - 2.0], [1.0 - 1.0, 1.0 - 1.0]])
     clipped = shaped.clip(-1.2, 1.2)
@@ -145,14 +145,14 @@ def test_the_processing_steps_run_in_the_documented_order():
 
 
 def test_without_processing_steps_the_sum_of_the_sources_is_the_training_reward():
-    processed = RewardSteps(RewardConfig(), 20, {}).apply(scored([[0.25, 1e9]]))
+    processed = RewardSteps(RewardConfig(), 20, {}).apply(score([[0.25, 1e9]]))
     assert (processed.rewards.tolist(), processed.metrics) == ([[0.25, 1e9]], {})
 
 
 def test_running_moments_survive_a_checkpoint():
     config = RewardConfig(norm=RewardNormConfig(center="running", scale="running"))
     steps, rng = RewardSteps(config, 20, {}), np.random.default_rng(1)
-    first, second = (scored(rng.normal(size=(3, 4)).tolist()) for _ in range(2))
+    first, second = (score(rng.normal(size=(3, 4)).tolist()) for _ in range(2))
     steps.apply(first)
     resumed = RewardSteps(config, 20, json.loads(json.dumps(steps.state())))
     a, b = steps.apply(second), resumed.apply(second)
@@ -179,6 +179,6 @@ def test_rewards_are_normalized_over_the_rows_of_a_tag():
     mixed = normalize(rewards, center="batch", scale="tag", **arguments)
     assert mixed[1].tolist() == pytest.approx([5 - 16 / 6] * 2)
     config = RewardConfig(norm=RewardNormConfig(center="tag"))
-    groups = scored([[0.0, 1.0], [5.0, 5.0], [2.0, 3.0]])
+    groups = score([[0.0, 1.0], [5.0, 5.0], [2.0, 3.0]])
     steps = RewardSteps(config, 10, {})
     assert steps.apply(groups).rewards.sum() == pytest.approx(0.0)  # one tag: the batch

@@ -31,7 +31,7 @@ from support import assert_each_mentions, assert_mentions, mentions
 
 
 @contextlib.contextmanager
-def served(answer):
+def serve(answer):
     """Start a server on a free port and yield its URL and the received payloads.
 
     `answer(number, payload)` returns (status, headers, body bytes).
@@ -70,7 +70,7 @@ def quick(url, timeout_s=10.0, **options):
 
 
 def test_an_attempt_that_may_succeed_is_retried():
-    with served(lambda n, _: json_answer({"n": n}, 200 if n > 3 else [500, 503, 429][n - 1])) as (
+    with serve(lambda n, _: json_answer({"n": n}, 200 if n > 3 else [500, 503, 429][n - 1])) as (
         url,
         payloads,
     ):
@@ -82,14 +82,14 @@ def test_a_server_on_this_machine_is_reached_without_the_proxy(monkeypatch):
     nowhere = urllib.request.ProxyHandler({"http": "http://127.0.0.1:9"})
     opener = urllib.request.build_opener(http_requests._AnyStatus, nowhere)
     monkeypatch.setattr(http_requests, "_opener", opener)
-    with served(lambda n, _: json_answer(n)) as (url, _):
+    with serve(lambda n, _: json_answer(n)) as (url, _):
         assert post_json(quick(url, retries=0), {}) == (1, 0)
         by_name = url.replace("127.0.0.1", "localhost")
         assert post_json(quick(by_name, retries=0), {}) == (2, 0)
 
 
 def test_a_server_may_set_the_time_to_wait():
-    with served(lambda n, _: json_answer(n, 429 if n == 1 else 200, **{"Retry-After": "1"})) as (
+    with serve(lambda n, _: json_answer(n, 429 if n == 1 else 200, **{"Retry-After": "1"})) as (
         url,
         _,
     ):
@@ -110,7 +110,7 @@ def test_a_server_may_set_the_time_to_wait():
     ],
 )
 def test_permanent_errors_are_not_retried(answer, fragments):
-    with served(answer) as (url, payloads):
+    with serve(answer) as (url, payloads):
         with pytest.raises(RemoteError, match=url) as caught:
             post_json(quick(url), {})
         assert_mentions(caught.value, *fragments)
@@ -125,7 +125,7 @@ def test_permanent_errors_are_not_retried(answer, fragments):
     ],
 )
 def test_the_number_of_attempts_is_limited(answer, attempts):
-    with served(answer) as (url, payloads):
+    with serve(answer) as (url, payloads):
         with pytest.raises(RemoteError, match=mentions(f"{attempts} attempts")) as caught:
             post_json(quick(url, retries=attempts - 1), {})
         assert (caught.value.kind, len(payloads)) == ("error", attempts)
@@ -202,13 +202,13 @@ def test_secrets_that_a_server_repeats_are_in_no_message(monkeypatch, status):
     def answer(number, payload):
         return status, {}, f"no access with {payload['token']} to {payload['path']}".encode()
 
-    with served(answer) as (url, _):
+    with serve(answer) as (url, _):
         address = url + "/${env:MSRL_TEST_TOKEN}"
         headers = {"Authorization": f"Bearer {SECRET}"}
         with pytest.raises(RemoteError, match=mentions("no access")) as caught:
             post_json(quick(address, retries=1, headers=headers), {})
         assert SECRET not in str(caught.value)
-    with served(lambda n, payload: json_answer({"error": payload["token"]})) as (url, _):
+    with serve(lambda n, payload: json_answer({"error": payload["token"]})) as (url, _):
         headers = {"Authorization": "Bearer ${env:MSRL_TEST_TOKEN}"}
         (result,) = Remote(url, 5.0, headers=headers).score([Item("a", "b")])
         assert "expected" in result.detail and SECRET not in result.detail
@@ -238,7 +238,7 @@ def test_a_server_that_is_down_or_stalls_ends_with_the_deadline():
         given_up.wait(60)
         return json_answer(n)
 
-    with served(stall) as (url, _):
+    with serve(stall) as (url, _):
         start = time.monotonic()
         with pytest.raises(RemoteError, match=mentions("0.4 s", "attempts")):
             post_json(quick(url, timeout_s=0.4), {})
@@ -279,7 +279,7 @@ def fusion(number, payload):
 
 def test_code_is_scored_by_a_remote_sandbox():
     answer = json.dumps({"inputs": ["1 2", "3 4"], "outputs": ["3", "7"]})
-    with served(fusion) as (url, payloads):
+    with serve(fusion) as (url, payloads):
         assert (
             code.score("```python\nprint(sum(map(int, input().split())))\n```", answer, url=url)
             == 1.0
@@ -292,7 +292,7 @@ def test_code_is_scored_by_a_remote_sandbox():
             5,
         )
     with (
-        served(lambda n, _: json_answer({"status": "SandboxError", "message": "full"})) as (url, _),
+        serve(lambda n, _: json_answer({"status": "SandboxError", "message": "full"})) as (url, _),
         pytest.raises(RemoteError, match="full"),
     ):
         code.score("```python\nprint(3)\n```", answer, url=url)
@@ -304,7 +304,7 @@ def lengths(number, payload):
 
 
 def test_a_server_scores_in_batches_beside_the_verifiers():
-    with served(lengths) as (url, payloads):
+    with serve(lengths) as (url, payloads):
         sources = [
             Source(verifier="exact_match"),
             Source(
@@ -339,7 +339,7 @@ def test_a_query_has_the_token_that_ended_the_response():
         return "".join(texts[number] for number in ids.tolist())
 
     with (
-        served(lengths) as (url, payloads),
+        serve(lengths) as (url, payloads),
         Scorer([Source(url=url)], 1, prompt_text=decode) as scorer,
     ):
         scorer.score([RolloutGroup(prompt, completions)])
@@ -355,7 +355,7 @@ def test_a_prompt_can_come_from_a_column_and_a_token_goes_along(monkeypatch):
         tokens.append(payload["token"])
         return lengths(number, payload)
 
-    with served(answer) as (url, payloads):
+    with serve(answer) as (url, payloads):
         options = {
             "prompt_column": "question",
             "headers": {"Authorization": "Bearer ${env:REWARD_TOKEN}"},
@@ -383,7 +383,7 @@ def test_a_prompt_can_come_from_a_column_and_a_token_goes_along(monkeypatch):
 )
 def test_a_server_that_fails_ends_the_run_and_is_reported(answer, fragments):
     with (
-        served(answer) as (url, _),
+        serve(answer) as (url, _),
         Scorer([Source(url=url)], 1) as scorer,
         pytest.raises(MsrlError, match=mentions(*fragments)),
     ):
@@ -393,7 +393,7 @@ def test_a_server_that_fails_ends_the_run_and_is_reported(answer, fragments):
 def test_a_server_that_is_down_leaves_its_part_undecided_when_so_configured():
     options = {"batch": 1, "retries": 1, "backoff_s": 0.01}
     source = {"on_failure": "undecided", "options": options, "timeout_s": 5.0}
-    with served(lambda n, p: json_answer({}, 500) if "b" in p["responses"] else lengths(n, p)) as (
+    with serve(lambda n, p: json_answer({}, 500) if "b" in p["responses"] else lengths(n, p)) as (
         url,
         payloads,
     ):
@@ -412,7 +412,7 @@ def test_a_server_that_is_down_leaves_its_part_undecided_when_so_configured():
 
 
 def test_repeated_requests_are_counted():
-    busy = served(lambda n, p: json_answer({}, 503) if n < 3 else lengths(n, p))
+    busy = serve(lambda n, p: json_answer({}, 503) if n < 3 else lengths(n, p))
     with busy as (url, _), Scorer([Source(url=url, options={"backoff_s": 0.01})], 1) as scorer:
         assert scorer.score([group("a")]).failures == {"remote/retried": 2}
         assert scorer.score([group("a")]).failures == {}

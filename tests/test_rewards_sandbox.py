@@ -425,7 +425,7 @@ ASSERTS = json.dumps(["assert add(1, 2) == 3", "assert add([3], [4]) == [3, 4]"]
 ADD = "def add(a, b):\n    return a + b\n"
 
 
-def fenced(program):
+def fence(program):
     return f"<think>```python\nwrong\n```</think>\n```python\n{program}\n```"
 
 
@@ -465,8 +465,8 @@ def fenced(program):
     ],
 )
 def test_a_program_is_scored_by_its_tests(program, answer, score, share):
-    assert code.score(fenced(program), answer) == score
-    assert code.score(fenced(program), answer, partial=True) == share
+    assert code.score(fence(program), answer) == score
+    assert code.score(fence(program), answer, partial=True) == share
 
 
 @pytest.mark.parametrize(
@@ -497,20 +497,20 @@ def test_the_program_is_the_last_block_of_python_among_blocks_of_other_languages
 @needs_namespaces
 def test_options_of_code_and_responses_without_a_program():
     assert code.score("print(3)", STDIN) == 0.0
-    assert code.score(fenced("print(3)"), STDIN, max_cases=1) == 1.0
+    assert code.score(fence("print(3)"), STDIN, max_cases=1) == 1.0
     answer = json.dumps({"inputs": [""], "outputs": ["0.333333 a"]})
-    assert code.score(fenced("print(1/3, 'a')"), answer) == 0.0
-    assert code.score(fenced("print(1/3, 'a')"), answer, tolerance=1e-3) == 1.0
+    assert code.score(fence("print(1/3, 'a')"), answer) == 0.0
+    assert code.score(fence("print(1/3, 'a')"), answer, tolerance=1e-3) == 1.0
 
 
 @needs_namespaces
 @pytest.mark.slow
 def test_hostile_completions_are_scored_in_the_pool_and_the_next_ones_too():
-    hostile = [fenced(BOMBS[name]) for name in ("fork", "memory", "output", "signals")]
+    hostile = [fence(BOMBS[name]) for name in ("fork", "memory", "output", "signals")]
     options = {"case_s": 10.0, "total_s": 20.0, "memory_mb": 96, "processes": 8}
     with Scorer([Source(verifier="code", options=options, timeout_s=60.0)], 2) as scorer:
         scores = scorer.score(
-            [group(*hostile, fenced(ADD), answer=ASSERTS), group(fenced(ADD), answer=ASSERTS)]
+            [group(*hostile, fence(ADD), answer=ASSERTS), group(fence(ADD), answer=ASSERTS)]
         )
     assert totals(scores) == [[0.0] * 4 + [1.0], [1.0]]
     assert scores.failures == {}
@@ -599,7 +599,7 @@ CHEATS = {
 def test_a_program_that_cheats_on_asserts_passes_none(name):
     turned = json.dumps(["assert 3 == add(1, 2)", "assert [3, 4] == add([3], [4])"])
     assert [
-        code.score(fenced(CHEATS[name]), answer, partial=True) for answer in (ASSERTS, turned)
+        code.score(fence(CHEATS[name]), answer, partial=True) for answer in (ASSERTS, turned)
     ] == [0.0, 0.0]
 
 
@@ -663,7 +663,7 @@ APPROXIMATE = [
 )
 def test_no_object_is_close_to_every_expected_value(program, tests):
     answer = json.dumps(tests)
-    assert code.score(fenced(program), answer, partial=True, case_s=30.0, total_s=300.0) == 0.0
+    assert code.score(fence(program), answer, partial=True, case_s=30.0, total_s=300.0) == 0.0
 
 
 # Every attribute and item is a function that agrees, and it holds every number.
@@ -712,7 +712,7 @@ AGREEABLE = (
     ],
 )  # fmt: skip
 def test_no_object_agrees_with_an_expected_value_by_its_methods(program, test):
-    assert code.score(fenced(program), test, case_s=30.0, total_s=60.0) == 0.0
+    assert code.score(fence(program), test, case_s=30.0, total_s=60.0) == 0.0
 
 
 @needs_namespaces
@@ -733,7 +733,7 @@ def test_no_object_agrees_with_an_expected_value_by_its_methods(program, test):
     ],
 )  # fmt: skip
 def test_containers_and_classes_of_honest_programs_still_pass(program, test):
-    assert code.score(fenced(program), test) == 1.0
+    assert code.score(fence(program), test) == 1.0
 
 
 UNITTEST = (
@@ -756,14 +756,14 @@ UNITTEST = (
 )
 def test_tests_that_end_in_unittest_main_pass_only_a_right_program(ending):
     programs = ("def f(x): return x * x", "def f(x): return x", "def f(x): raise SystemExit(0)")
-    scores = [code.score(fenced(program), UNITTEST + ending) for program in programs]
+    scores = [code.score(fence(program), UNITTEST + ending) for program in programs]
     assert scores == [1.0, 0.0, 0.0]
 
 
 @needs_namespaces
 @pytest.mark.parametrize("ending", ["raise SystemExit(0)", "import unittest\nunittest.main()"])
 def test_tests_that_exit_or_run_nothing_are_not_passed(ending):
-    assert code.score(fenced(ADD), f"assert add(1, 2) == 3\n{ending}") == 0.0
+    assert code.score(fence(ADD), f"assert add(1, 2) == 3\n{ending}") == 0.0
 
 
 @needs_namespaces
@@ -808,7 +808,7 @@ def test_tests_that_exit_or_run_nothing_are_not_passed(ending):
     ],
 )
 def test_a_program_cannot_change_what_its_tests_mean(program, test):
-    assert code.score(fenced(program), test) == 0.0
+    assert code.score(fence(program), test) == 0.0
 
 
 @needs_namespaces
@@ -917,7 +917,7 @@ def test_a_program_cannot_change_what_its_tests_mean(program, test):
     ],
 )  # fmt: skip
 def test_tests_use_the_objects_of_a_program(program, test):
-    assert code.score(fenced(program), test) == 1.0
+    assert code.score(fence(program), test) == 1.0
 
 
 @needs_namespaces
@@ -958,7 +958,7 @@ def test_tests_use_the_objects_of_a_program(program, test):
     ],
 )
 def test_honest_programs_pass_their_asserts(program, test):
-    assert code.score(fenced(program), test) == 1.0
+    assert code.score(fence(program), test) == 1.0
 
 
 NOTHING = [
@@ -999,7 +999,7 @@ NOTHING = [
 def test_a_ground_truth_without_tests_is_refused_and_scores_zero(answer):
     assert "tests nothing" in str(code.answer_refusal(answer))
     with pytest.raises(ValueError, match=r"test|empty|inputs|Python|fn_name"):
-        code.score(fenced("pass"), answer)
+        code.score(fence("pass"), answer)
     rows = RowSources([Source(verifier="code")])
     rows.check([group(answer=STDIN).prompt])
     with pytest.raises(
@@ -1032,7 +1032,7 @@ def test_inputs_and_outputs_given_as_lists_of_lines_are_lines():
     answer = json.dumps({"inputs": [["2", "3 4"]], "outputs": [["7", "2"]]})
     assert (
         code.score(
-            fenced("n = int(input())\nprint(sum(map(int, input().split())))\nprint(n)"), answer
+            fence("n = int(input())\nprint(sum(map(int, input().split())))\nprint(n)"), answer
         )
         == 1.0
     )
@@ -1051,7 +1051,7 @@ def test_inputs_and_outputs_given_as_lists_of_lines_are_lines():
 def test_tests_of_functions_are_read_in_the_forms_of_published_datasets(answer):
     right = "print('example:', 3)\nclass Solution:\n    def f(self, x: Optional[int]): return x + 1"
     wrong = right.replace("x + 1", "x + 2")
-    scores = [code.score(fenced(program), json.dumps(answer)) for program in (right, wrong)]
+    scores = [code.score(fence(program), json.dumps(answer)) for program in (right, wrong)]
     assert scores == [1.0, 0.0]
 
 
@@ -1063,8 +1063,8 @@ def test_tests_with_one_object_each_are_read_as_standard_input():
             {"type": "stdin_stdout", "input": "3 4", "output": "7"},
         ]
     )
-    assert code.score(fenced("print(sum(map(int, input().split())))"), answer) == 1.0
-    assert code.score(fenced("print(3)"), answer, partial=True) == 0.5
+    assert code.score(fence("print(sum(map(int, input().split())))"), answer) == 1.0
+    assert code.score(fence("print(3)"), answer, partial=True) == 0.5
 
 
 @pytest.mark.parametrize(
@@ -1087,21 +1087,21 @@ def test_methods_of_a_solution_may_have_the_names_of_library_functions(name):
     method = f"class Solution:\n    def {name}(self, xs): return [sum(xs)]"
     function = f"def {name}(xs): return [sum(xs)]\nclass Solution:\n    {name} = None"
     imported = f"from math import gcd\n{method}"
-    scores = [code.score(fenced(program), answer) for program in (method, function, imported)]
+    scores = [code.score(fence(program), answer) for program in (method, function, imported)]
     assert scores == [1.0, 1.0, 1.0]
 
 
 @needs_namespaces
 def test_a_program_may_import_the_function_that_is_called():
     answer = json.dumps({"fn_name": "gcd", "inputs": [[4, 6]], "outputs": [2]})
-    assert code.score(fenced("from math import gcd"), answer) == 1.0
-    assert code.score(fenced("class Solution:\n    pass"), answer) == 1.0
+    assert code.score(fence("from math import gcd"), answer) == 1.0
+    assert code.score(fence("class Solution:\n    pass"), answer) == 1.0
 
 
 @needs_namespaces
 def test_the_tolerance_applies_to_returned_numbers():
     answer = json.dumps({"fn_name": "f", "inputs": [[1]], "outputs": [[[0.3, 2]]]})
-    program = fenced("def f(x): return [0.1 + 0.2, 2 + 1e-12]")
+    program = fence("def f(x): return [0.1 + 0.2, 2 + 1e-12]")
     assert code.score(program, answer) == 0.0
     assert code.score(program, answer, tolerance=1e-9) == 1.0
 
@@ -1114,7 +1114,7 @@ def test_the_tolerance_applies_neither_to_truth_values_nor_beyond_floats():
         ("[0.999, 10 ** 400]", 0.0),
         ("[True, 1]", 0.0),
     ):
-        response = fenced(f"def f(x): return {program}")
+        response = fence(f"def f(x): return {program}")
         assert code.score(response, answer, tolerance=0.1) == score
 
 
@@ -1131,11 +1131,11 @@ def test_the_tolerance_applies_neither_to_truth_values_nor_beyond_floats():
 )
 def test_integers_must_be_equal_whatever_the_tolerance(expected, output, score):
     printed = json.dumps({"inputs": [""], "outputs": [expected]})
-    program = fenced(f"print('{output}')")
+    program = fence(f"print('{output}')")
     assert code.score(program, printed, tolerance=1e-6) == score
     if len(expected) < 4300:  # the longest integer that Python reads
         returned = f'{{"fn_name": "f", "inputs": [[1]], "outputs": [{expected}]}}'
-        function = fenced(f"def f(x): return {output}")
+        function = fence(f"def f(x): return {output}")
         assert code.score(function, returned, tolerance=1e-6) == score
 
 
@@ -1179,7 +1179,7 @@ open("/tmp/stolen.py", "w").write(CODE)
     ],
 )  # fmt: skip
 def test_no_code_of_a_program_runs_beside_its_tests(encode, test):
-    assert code.score(fenced(f"{STOLEN}encode = {encode}"), test) == 0.0
+    assert code.score(fence(f"{STOLEN}encode = {encode}"), test) == 0.0
 
 
 @needs_namespaces
@@ -1200,4 +1200,4 @@ def test_no_code_of_a_program_runs_beside_its_tests(encode, test):
     ],
 )  # fmt: skip
 def test_tests_may_still_evaluate_text_and_define_classes(program, test):
-    assert code.score(fenced(program), test) == 1.0
+    assert code.score(fence(program), test) == 1.0

@@ -33,7 +33,7 @@ WRONG_EXAMPLES = {
 }
 
 
-def misjudged(count: int, seed: int) -> tuple[list[Variant], list[Variant]]:
+def misjudge(count: int, seed: int) -> tuple[list[Variant], list[Variant]]:
     """Return the wrong variants that are accepted and the right ones that are rejected."""
     answers = all_true_answers(shared_data("math"))
     sample = variants(answers, count, seed)
@@ -47,7 +47,7 @@ def misjudged(count: int, seed: int) -> tuple[list[Variant], list[Variant]]:
 
 @pytest.mark.slow
 def test_a_sample_of_variants_of_true_answers_is_judged_rightly():
-    wrong_accepts, wrong_rejects = misjudged(600, seed=1)
+    wrong_accepts, wrong_rejects = misjudge(600, seed=1)
     assert wrong_accepts == []
     assert wrong_rejects == []
 
@@ -55,12 +55,12 @@ def test_a_sample_of_variants_of_true_answers_is_judged_rightly():
 @pytest.mark.full
 @pytest.mark.slow
 def test_of_ten_thousand_variants_no_wrong_one_is_accepted_and_two_right_ones_are_rejected():
-    wrong_accepts, wrong_rejects = misjudged(10_000, seed=0)
+    wrong_accepts, wrong_rejects = misjudge(10_000, seed=0)
     assert wrong_accepts == []
     assert len(wrong_rejects) <= MAX_WRONG_REJECTS, wrong_rejects
 
 
-def generated(truth: str, is_right: bool) -> set[tuple[str, str]]:
+def generate(truth: str, is_right: bool) -> set[tuple[str, str]]:
     sample = variants([truth], 10_000)
     return {(v.kind, v.response) for v in sample if v.is_right is is_right}
 
@@ -71,7 +71,7 @@ def generated(truth: str, is_right: bool) -> set[tuple[str, str]]:
     + [(kind, *pair, False) for kind, pair in WRONG_EXAMPLES.items()],
 )
 def test_the_generator_rewrites_by_its_rules(kind: str, truth: str, text: str, is_right: bool):
-    responses = generated(truth, is_right)
+    responses = generate(truth, is_right)
     assert any(name == kind and text in response for name, response in responses)
 
 

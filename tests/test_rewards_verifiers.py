@@ -966,7 +966,7 @@ AROUND = [
 ]
 
 
-def malformed():
+def malformed_boxes():
     """Yield boxes with the true fraction and other text that makes them wrong or unreadable."""
     between = [f" {mark} " for mark in RELATIONS + ARROWS + SEPARATORS] + ["", " "]
     for mark in between:
@@ -976,7 +976,7 @@ def malformed():
 
 @pytest.mark.parametrize("name", ["math_17k_acc", "acc", "base_acc", "math_verify_reward"])
 def test_a_box_that_holds_the_true_fraction_among_other_things_is_wrong(name):
-    module, boxes = verifier(name), sorted(set(malformed()))
+    module, boxes = verifier(name), sorted(set(malformed_boxes()))
     responses = {
         box: f"<think>a</think><answer>\\boxed{{{box}}}</answer>"
         for box in boxes
@@ -994,7 +994,7 @@ def test_a_box_that_holds_the_true_fraction_among_other_things_is_wrong(name):
 @pytest.mark.parametrize("truth", ["7", r"\sqrt{2}", r"(\frac12,\frac23)", r"\frac{3}{4}", "x^2+1"])
 def test_another_truth_does_not_match_a_malformed_box(truth):
     # 7_9 is a numeral of base 9 with the value 7.
-    boxes = sorted({box.replace(HALF, truth) for box in malformed() if "_9" not in box})
+    boxes = sorted({box.replace(HALF, truth) for box in malformed_boxes() if "_9" not in box})
     assert [box for box in boxes if equal(truth, box)] == []
 
 

@@ -158,7 +158,7 @@ def _router(number: int = 1) -> Any:
     return LogitRouter(MOE, number)
 
 
-def _replayed(experts: Tensor, is_token: Sequence[bool]) -> tuple[Any, Tensor]:
+def _replay_routes(experts: Tensor, is_token: Sequence[bool]) -> tuple[Any, Tensor]:
     """Return routes that replay the experts [n, k] in layer 1, and their counts."""
     from msrl.trainer.model.routes import ReplayedRoutes
 
@@ -175,7 +175,7 @@ def test_a_router_weights_the_replayed_experts_by_its_current_logits():
     experts = own.clone()
     experts[1] = torch.tensor([(own[1, 0] + 1) % 6, own[1, 0]])
     experts[3] = logits.detach()[3, 0].topk(2, largest=False).indices
-    table, counts = _replayed(experts.flip(-1), [True, True, True, False])
+    table, counts = _replay_routes(experts.flip(-1), [True, True, True, False])
     weights, chosen = _router()(logits, None, table)
     experts[3] = own[3]  # padding keeps its own choice
     scores = logits[:, 0].softmax(-1).gather(-1, experts)
@@ -194,7 +194,7 @@ def test_a_router_weights_the_replayed_experts_by_its_current_logits():
 
 def test_the_first_pass_of_a_recomputed_layer_replays_but_does_not_count():
     logits = torch.arange(12.0).reshape(2, 1, 6)
-    table, counts = _replayed(torch.tensor([[0, 1], [4, 5]]), [True, True])
+    table, counts = _replay_routes(torch.tensor([[0, 1], [4, 5]]), [True, True])
     with torch.no_grad():
         first = _router()(logits, None, table)[1]
     assert counts.tolist() == [0, 0]

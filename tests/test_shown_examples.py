@@ -37,7 +37,7 @@ def show(folder: Path, file: Path, *arguments: str) -> list[str]:
     return result.stdout.splitlines()
 
 
-def unescaped(line: str) -> str:
+def unescape(line: str) -> str:
     """Return the text of a shown line."""
     return re.sub(
         r"\\(\\|x[0-9a-f]{2}|u[0-9a-f]{4}|U[0-9a-f]{8}|[trn])",
@@ -55,7 +55,7 @@ def texts(shown: list[str]) -> list[tuple[str, str]]:
     result: list[tuple[str, list[str]]] = []
     for line in shown:
         if line.startswith("    | "):
-            result[-1][1].append(unescaped(line[6:]))
+            result[-1][1].append(unescape(line[6:]))
         elif line.startswith("  "):
             result.append((line.strip(), []))
     return [(title, "\n".join(content)) for title, content in result]

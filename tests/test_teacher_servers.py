@@ -51,7 +51,7 @@ Answer = Callable[[str, Any], tuple[int, object]]  # (path, payload) -> status a
 
 
 @contextlib.contextmanager
-def served(answer: Answer) -> Iterator[tuple[str, list[dict[str, Any]]]]:
+def serve(answer: Answer) -> Iterator[tuple[str, list[dict[str, Any]]]]:
     """Start an HTTP server; yield its base URL and the received requests."""
     requests: list[dict[str, Any]] = []
 
@@ -147,7 +147,7 @@ def test_the_client_sends_token_ids_and_reads_their_log_probabilities(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("TEACHER_KEY", SECRET)
-    with served(plain_answer) as (url, requests):
+    with serve(plain_answer) as (url, requests):
         server = make_server(f"{url}/", api_key="${env:TEACHER_KEY}")
         values = server.logprobs(np.array([7, 3, 20]))
         server.connect(99)
@@ -165,7 +165,7 @@ def test_temporary_errors_are_retried_within_the_limit() -> None:
         status = next(statuses, 200)
         return status, completion(entries(payload["prompt"]))
 
-    with served(answer) as (url, requests):
+    with serve(answer) as (url, requests):
         make_server(url, retries=2).logprobs(np.array([1, 2]))
     assert len(requests) == 3
 
@@ -186,7 +186,7 @@ def test_an_unusable_answer_is_an_error_with_the_address(
     answer: tuple[int, object], fragment: str
 ) -> None:
     with (
-        served(lambda *_: answer) as (url, _),
+        serve(lambda *_: answer) as (url, _),
         pytest.raises(MsrlError, match=mentions(KEY, url, fragment)),
     ):
         make_server(url).logprobs(np.array([1, 2, 3]))
@@ -198,7 +198,7 @@ def test_a_server_that_is_absent_is_an_error_with_the_address() -> None:
 
 
 def test_the_model_of_the_server_must_be_known_and_long_enough() -> None:
-    with served(lambda *_: (200, models("a", "b"))) as (url, _):
+    with serve(lambda *_: (200, models("a", "b"))) as (url, _):
         with pytest.raises(MsrlError, match=mentions(url, "served_name", "a, b")):
             make_server(url).connect(10)
         with pytest.raises(MsrlError, match=mentions(url, "served_name", "c")):
@@ -207,7 +207,7 @@ def test_the_model_of_the_server_must_be_known_and_long_enough() -> None:
         with pytest.raises(MsrlError, match=mentions(url, "100", "max_model_len")):
             make_server(url, served_name="b").connect(100)
     with (
-        served(lambda *_: (200, {"object": "error"})) as (url, _),
+        serve(lambda *_: (200, {"object": "error"})) as (url, _),
         pytest.raises(MsrlError, match=mentions(url, "models")),
     ):
         make_server(url).connect(10)
@@ -230,7 +230,7 @@ def test_a_server_with_other_tokens_is_refused(tmp_path: Path) -> None:
         return answer
 
     def notes(text: Callable[[int], str | None]) -> str:
-        with served(answer_with(text)) as (url, _):
+        with serve(answer_with(text)) as (url, _):
             return connect([TeacherConfig(url=url)], tokenizer, 1000).notes[0]
 
     assert_mentions(notes(lambda i: f" {texts[i]}"), "big", "policy")
@@ -304,7 +304,7 @@ TAUGHT = [0.45, 0.4, 0.35]
 
 def test_train_grpo_adds_the_advantages_of_teachers_to_those_of_rewards(config_file: Path) -> None:
     sets = ("algo.distill.coef=2.0", "algo.advantage.estimator=rloo", "algo.advantage.clip=1.85")
-    with served(plain_answer) as (url, requests):
+    with serve(plain_answer) as (url, requests):
         advantages, report = plan_step(config_file, url, "train-grpo", *sets)
     expected = [
         np.minimum(1.0 + 2 * np.array(TAUGHT), 1.85),
@@ -318,7 +318,7 @@ def test_train_grpo_adds_the_advantages_of_teachers_to_those_of_rewards(config_f
 
 
 def test_train_distill_has_no_advantages_of_rewards(config_file: Path) -> None:
-    with served(plain_answer) as (url, _):
+    with serve(plain_answer) as (url, _):
         advantages, _ = plan_step(config_file, url, "train-distill")
     np.testing.assert_allclose(advantages, [TAUGHT, TAUGHT, [0.0] * 3, [0.0] * 3], rtol=1e-5)
 
@@ -366,7 +366,7 @@ while not requests[0].running():
 
 def test_a_failed_request_ends_the_step(config_file: Path) -> None:
     with (
-        served(lambda *_: (400, {"error": "too long"})) as (url, _),
+        serve(lambda *_: (400, {"error": "too long"})) as (url, _),
         pytest.raises(MsrlError, match=mentions(KEY, url, "too long")),
     ):
         plan_step(config_file, url, "train-distill")

@@ -115,7 +115,7 @@ ENTRIES: list[dict[str, Any]] = [
 ]
 
 
-def rendered(tmp_path: Path, name: str, *turns: tuple[str, str]) -> tuple[str, list[str]]:
+def render(tmp_path: Path, name: str, *turns: tuple[str, str]) -> tuple[str, list[str]]:
     """Return the text and the trained texts of a conversation with a template of the file."""
     path = tmp_path / "templates.json"
     path.write_text(json.dumps(ENTRIES))
@@ -134,24 +134,24 @@ TALK = (("user", "a"), ("assistant", "b"), ("user", "c"), ("assistant", "d"))
 
 def test_slots_separator_index_and_efficient_eos_are_rendered(tmp_path: Path):
     eos = "<|endoftext|>"
-    text, trained = rendered(tmp_path, "rounds", *TALK)
+    text, trained = render(tmp_path, "rounds", *TALK)
     assert text == f"{eos}S:Be brief.\n[0] a {eos}A:b\n--\n[1] c {eos}A:d{eos}"
     assert trained == [f"bd{eos}"]
 
 
 def test_answers_end_with_the_end_of_text_token_by_default(tmp_path: Path):
-    text, trained = rendered(tmp_path, "plain", *TALK)
+    text, trained = render(tmp_path, "plain", *TALK)
     assert text == "Q: a A:b<|endoftext|>Q: c A:d<|endoftext|>"
     assert trained == ["b<|endoftext|>d<|endoftext|>"]
 
 
 def test_reasoning_templates_have_the_thought_words_of_the_file(tmp_path: Path):
-    text, _ = rendered(tmp_path, "thinking", ("user", "a"), ("assistant", "<think>h</think>b"))
+    text, _ = render(tmp_path, "thinking", ("user", "a"), ("assistant", "<think>h</think>b"))
     assert text == "Q: a A:<t>h</t>b<|endoftext|>"
 
 
 def test_llama2_templates_put_the_system_text_into_the_question(tmp_path: Path):
-    text, _ = rendered(tmp_path, "llama2_own", ("system", "s"), *TALK[:2])
+    text, _ = render(tmp_path, "llama2_own", ("system", "s"), *TALK[:2])
     assert text == "[<s>a]b<|endoftext|>"
 
 

@@ -137,7 +137,7 @@ def tokenizer(folder: str, peer: str) -> Any:
     return hf
 
 
-def rendered(
+def render(
     hf: Any, name: str, changes: dict[str, str], talk: list[tuple[str, str]], **options: Any
 ) -> RenderedExample:
     tools = options.pop("tools", None)
@@ -163,10 +163,10 @@ def assert_equal(
     if in_turns:
         assert (actual, actual_mask) == (ids, mask)
     else:
-        assert _trained(hf, actual, actual_mask) == _trained(hf, ids, mask)
+        assert _trained_text(hf, actual, actual_mask) == _trained_text(hf, ids, mask)
 
 
-def _trained(hf: Any, ids: list[int], mask: list[bool]) -> str:
+def _trained_text(hf: Any, ids: list[int], mask: list[bool]) -> str:
     return hf.decode([number for number, flag in zip(ids, mask, strict=True) if flag])
 
 
@@ -177,7 +177,7 @@ def test_a_template_has_the_tokens_and_mask_of_its_peer(
     name: str, peer: str, changes: dict[str, str], folder: str, talk: str
 ) -> None:
     hf = tokenizer(folder, peer)
-    example = rendered(hf, name, changes, TALKS[talk])
+    example = render(hf, name, changes, TALKS[talk])
     system, messages = peer_messages(TALKS[talk])
     thinking = None if load_template(name).thought_start or "thought_start" in changes else True
     assert_equal(
@@ -195,7 +195,7 @@ def test_thoughts_are_trained_as_by_the_peer(
     name: str, peer: str, thinking: bool | None, talk: str
 ) -> None:
     hf = tokenizer("qwen3-4b", peer)
-    example = rendered(hf, name, TRAINED_LINE_FEED, THOUGHTS[talk], enable_thinking=thinking)
+    example = render(hf, name, TRAINED_LINE_FEED, THOUGHTS[talk], enable_thinking=thinking)
     _, messages = peer_messages(THOUGHTS[talk])
     assert_equal(hf, example, *oracle.encode(peer, hf, messages, enable_thinking=thinking))
 
@@ -212,7 +212,7 @@ def test_tools_and_their_responses_are_rendered_as_by_the_peer(
     # Without a system text, the peer keeps two line feeds in front of the tools, unlike Qwen.
     talk = [("system", "Be brief."), ("user", "1+2?")]
     talk += [("assistant", text), ("tool", "3"), ("assistant", "It is 3.")]
-    example = rendered(hf, name, changes, talk, tools=wrapped)
+    example = render(hf, name, changes, talk, tools=wrapped)
     messages = [
         {"role": "user", "content": "1+2?"},
         {"role": "function", "content": json.dumps(call)},

@@ -72,7 +72,7 @@ def talk(*answers: str) -> Conversation:
     return Conversation(tuple(turns))
 
 
-def trained(renderer: Renderer, conversation: Conversation) -> str:
+def targets(renderer: Renderer, conversation: Conversation) -> str:
     (example,) = renderer.examples([conversation])
     ids = np.asarray(example.token_ids)[np.asarray(example.loss_mask)]
     return renderer.tokenizer.backend.decode(ids.tolist(), skip_special_tokens=False)
@@ -88,7 +88,7 @@ def test_an_answer_with_an_incomplete_thought_is_not_trained(name: str, answer: 
 
 @pytest.mark.parametrize("name", ["qwen3", "native"])
 def test_all_text_after_the_first_thought_is_trained(name: str):
-    text = trained(qwen3(name), talk("<think>a</think>text1<think>b</think>text2"))
+    text = targets(qwen3(name), talk("<think>a</think>text1<think>b</think>text2"))
     assert text == "<think>\na\n</think>\n\ntext1<think>b</think>text2<|im_end|>"
 
 
@@ -111,7 +111,7 @@ def test_a_template_that_begins_the_thought_does_not_repeat_its_tag():
     tokenizer = text_tokenizer(load_tokenizer(shared_data("tokenizers", "qwen3-4b")))
     renderer = make_renderer(OPEN, tokenizer)
     for answer in ("<think>\na\n</think>\n\nb", "a\n</think>\n\nb"):
-        assert trained(renderer, talk(answer)) == "a\n</think>\n\nb<|im_end|>"
+        assert targets(renderer, talk(answer)) == "a\n</think>\n\nb<|im_end|>"
     with pytest.raises(MsrlError, match=mentions("thought", "no </think>")):
         renderer.examples([talk("b")])
 
@@ -126,7 +126,7 @@ def test_a_native_template_that_begins_the_thought_trains_it(tmp_path: Path):
     hf.save_pretrained(tmp_path)
     renderer = make_renderer(load_template("native"), text_tokenizer(load_tokenizer(tmp_path)))
     for answer in ("<think>\na\n</think>\n\nb", "a</think>b"):
-        assert trained(renderer, talk(answer)) == "a\n</think>\n\nb<|im_end|>"
+        assert targets(renderer, talk(answer)) == "a\n</think>\n\nb<|im_end|>"
 
 
 def test_a_thought_is_passed_in_the_field_that_the_chat_template_reads():

@@ -65,7 +65,7 @@ def numbers(rows: list[dict[str, float]]) -> list[dict[str, float]]:
     ]
 
 
-def preprocessed(folder: Path, file: Path, handler: str) -> str:
+def prepare(folder: Path, file: Path, handler: str) -> str:
     settings = {"input": [str(file)], "tokenizer": str(folder / "model"), "handler": handler}
     settings |= {"template": "native", "output_prefix": str(folder / "data")}
     preprocess.run(Config.model_validate({"preprocess": settings}, strict=False))
@@ -74,7 +74,7 @@ def preprocessed(folder: Path, file: Path, handler: str) -> str:
 
 def test_fine_tuning_from_rows_equals_preprocessed_data_and_resumes_bit_by_bit(folder: Path):
     file = write(folder / "rows.jsonl", CHAT)
-    data = preprocessed(folder, file, "auto")
+    data = prepare(folder, file, "auto")
     expected = numbers(train(folder, "train-sft", "data", data, 3))
     assert len(expected) == 3 and "train/loss" in expected[0]
     assert numbers(train(folder, "train-sft", "rows", file, 2)) == expected[:2]
@@ -92,5 +92,5 @@ def test_fine_tuning_from_rows_equals_preprocessed_data_and_resumes_bit_by_bit(f
 
 def test_preference_training_from_rows_equals_preprocessed_data_bit_by_bit(folder: Path):
     file = write(folder / "rows.jsonl", PAIRS)
-    expected = numbers(train(folder, "train-dpo", "data", preprocessed(folder, file, "pairs"), 1))
+    expected = numbers(train(folder, "train-dpo", "data", prepare(folder, file, "pairs"), 1))
     assert numbers(train(folder, "train-dpo", "rows", file, 1)) == expected != []

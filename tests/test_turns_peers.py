@@ -15,8 +15,8 @@ import roll_oracle as oracle
 from msrl import registry
 from msrl.algorithms.token_rewards import TokenRewards
 from msrl.algorithms.turns import Turns
-from test_imports_commands import changed
-from test_imports_environments import AGENTIC, imported, tree
+from test_imports_commands import edit
+from test_imports_environments import AGENTIC, convert, tree
 from turn_arrays import make_turns
 
 COUNTS = np.array([[1, 3, 2, 1], [4, 1, 2, 3], [2, 2, 1, 5]])  # turns of each episode
@@ -114,8 +114,8 @@ def test_an_imported_file_has_the_turn_advantages_of_roll(
         pytest.skip("gigpo reads no norm_mean_type or norm_std_type, and compares episodes")
     keys = ", ".join(f"{key}: {value}" for key, value in norm.items())
     estimator = ("adv_estimator: grpo", f"adv_estimator: {name}")
-    text = changed(AGENTIC, estimator, ("grouping: traj_group_id, method: mean", keys))
+    text = edit(AGENTIC, estimator, ("grouping: traj_group_id, method: mean", keys))
     text += f"step_reward_gamma: {GAMMA}\nstep_reward_weight: {OMEGA}\n"
-    options = tree(imported(text, tmp_path))["algo"]["options"]
+    options = tree(convert(text, tmp_path))["algo"]["options"]
     actual = advantages(name, 0, counts, **options)
     np.testing.assert_allclose(actual, of_roll(name, 0, counts, **norm), rtol=2e-4, atol=2e-5)

@@ -83,7 +83,7 @@ UNREAD = "checkpoint file: |readable index|not a tensor"
 # --- Opcodes ---
 
 
-def pickled(*opcodes: bytes) -> bytes:
+def dump(*opcodes: bytes) -> bytes:
     return pickle.PROTO + b"\4" + b"".join(opcodes) + pickle.STOP
 
 
@@ -96,7 +96,7 @@ def number(value: int) -> bytes:
     return pickle.LONG1 + bytes([size]) + value.to_bytes(size, "little", signed=True)
 
 
-def named(name: str) -> bytes:
+def find(name: str) -> bytes:
     module, _, name = name.partition(" ")
     return pickle.GLOBAL + f"{module}\n{name}\n".encode()
 
@@ -115,13 +115,13 @@ def pickled_dict(**items: bytes) -> bytes:
 
 
 def call(name: str, *arguments: bytes) -> bytes:
-    return named(name) + pickled_tuple(*arguments) + pickle.REDUCE
+    return find(name) + pickled_tuple(*arguments) + pickle.REDUCE
 
 
 def storage(
     kind: str = "torch FloatStorage", key: bytes = text("0"), count: bytes = number(4)
 ) -> bytes:
-    return pickled_tuple(text("storage"), named(kind), key, text("cpu"), count) + pickle.BINPERSID
+    return pickled_tuple(text("storage"), find(kind), key, text("cpu"), count) + pickle.BINPERSID
 
 
 def tensor(
@@ -143,16 +143,16 @@ def tensor(
     )
 
 
-PATH, FUNCTION = named("pathlib PurePosixPath"), named("torch._utils _rebuild_tensor_v2")
+PATH, FUNCTION = find("pathlib PurePosixPath"), find("torch._utils _rebuild_tensor_v2")
 STATE = pickled_dict(
     _str=text("/dir"), __defaults__=pickled_tuple(text("/dir")), __code__=pickle.NONE
 )
 MKDIR = pickled_tuple(text("/nowhere/made-by-a-pickle"))
-SYSTEM = named("posix mkdir")
+SYSTEM = find("posix mkdir")
 EXTENSION = 240
 DEEP = 100_000
 ARRAY = call(
-    "numpy.core.multiarray _reconstruct", named("numpy ndarray"), pickled_tuple(), text("b")
+    "numpy.core.multiarray _reconstruct", find("numpy ndarray"), pickled_tuple(), text("b")
 ) + pickled_tuple(
     number(1),
     pickled_tuple(*(number(1 << 32),) * 2),
@@ -188,35 +188,35 @@ CHANGES_OF_STATE = {
     + STATE
     + pickle.BUILD,
     "class in a list": pickle.EMPTY_LIST + PATH + STATE + pickle.BUILD + pickle.APPEND,
-    "Namespace": named("argparse Namespace") + STATE + pickle.BUILD,
-    "OrderedDict": named("collections OrderedDict") + STATE + pickle.BUILD,
-    "defaultdict": named("collections defaultdict") + STATE + pickle.BUILD,
-    "Size": named("torch Size") + STATE + pickle.BUILD,
-    "device": named("torch device") + STATE + pickle.BUILD,
-    "set": named("builtins set") + STATE + pickle.BUILD,
-    "BytesIO": named("_io BytesIO") + STATE + pickle.BUILD,
-    "ndarray": named("numpy ndarray") + STATE + pickle.BUILD,
-    "dtype of numpy": named("numpy dtype") + STATE + pickle.BUILD,
-    "numpy function": named("numpy.core.multiarray _reconstruct") + STATE + pickle.BUILD,
-    "storage class": named("torch FloatStorage") + STATE + pickle.BUILD,
-    "stand-in": named("megatron.core.enums ModelType") + STATE + pickle.BUILD,
-    "stand-in of torch": named("torch.distributed.checkpoint.metadata Metadata")
+    "Namespace": find("argparse Namespace") + STATE + pickle.BUILD,
+    "OrderedDict": find("collections OrderedDict") + STATE + pickle.BUILD,
+    "defaultdict": find("collections defaultdict") + STATE + pickle.BUILD,
+    "Size": find("torch Size") + STATE + pickle.BUILD,
+    "device": find("torch device") + STATE + pickle.BUILD,
+    "set": find("builtins set") + STATE + pickle.BUILD,
+    "BytesIO": find("_io BytesIO") + STATE + pickle.BUILD,
+    "ndarray": find("numpy ndarray") + STATE + pickle.BUILD,
+    "dtype of numpy": find("numpy dtype") + STATE + pickle.BUILD,
+    "numpy function": find("numpy.core.multiarray _reconstruct") + STATE + pickle.BUILD,
+    "storage class": find("torch FloatStorage") + STATE + pickle.BUILD,
+    "stand-in": find("megatron.core.enums ModelType") + STATE + pickle.BUILD,
+    "stand-in of torch": find("torch.distributed.checkpoint.metadata Metadata")
     + STATE
     + pickle.BUILD,
     "function": FUNCTION + STATE + pickle.BUILD,
-    "codec": named("_codecs encode") + STATE + pickle.BUILD,
-    "element type": named("torch float32") + STATE + pickle.BUILD,
+    "codec": find("_codecs encode") + STATE + pickle.BUILD,
+    "element type": find("torch float32") + STATE + pickle.BUILD,
     "path": call("pathlib PurePosixPath", text("/a")) + STATE + pickle.BUILD,
     "tensor": tensor() + STATE + pickle.BUILD,
     "storage": storage() + STATE + pickle.BUILD,
     "None": pickle.NONE + STATE + pickle.BUILD,
     "dict": pickle.EMPTY_DICT + STATE + pickle.BUILD,
-    "module": named("torch nn") + STATE + pickle.BUILD,
-    "table": named("msrl.checkpoint.torch_files.pickle_names CONSTRUCTORS") + STATE + pickle.BUILD,
-    "stand-in class": named("msrl.checkpoint.torch_files.pickle_names Foreign")
+    "module": find("torch nn") + STATE + pickle.BUILD,
+    "table": find("msrl.checkpoint.torch_files.pickle_names CONSTRUCTORS") + STATE + pickle.BUILD,
+    "stand-in class": find("msrl.checkpoint.torch_files.pickle_names Foreign")
     + STATE
     + pickle.BUILD,
-    "attribute by a dotted name": named("pathlib PurePosixPath.__dict__") + STATE + pickle.BUILD,
+    "attribute by a dotted name": find("pathlib PurePosixPath.__dict__") + STATE + pickle.BUILD,
     "setstate in an instance": call("types SimpleNamespace")
     + pickled_dict(__setstate__=FUNCTION)
     + pickle.BUILD
@@ -245,27 +245,27 @@ CALLS = {
     "newobj_ex": SYSTEM + MKDIR + pickle.EMPTY_DICT + pickle.NEWOBJ_EX,
     "inst": pickle.MARK + text("/nowhere") + pickle.INST + b"posix\nmkdir\n",
     "obj": pickle.MARK + PATH + text("/nowhere") + pickle.OBJ,
-    "keywords": named("builtins set")
+    "keywords": find("builtins set")
     + pickled_tuple()
     + pickled_dict(a=pickle.NONE)
     + pickle.NEWOBJ_EX,
     "call of a value": text("posix.mkdir") + MKDIR + pickle.REDUCE,
-    "call of an element type": named("torch float32") + pickled_tuple() + pickle.REDUCE,
-    "call without a tuple": named("builtins set") + pickle.EMPTY_LIST + pickle.REDUCE,
+    "call of an element type": find("torch float32") + pickled_tuple() + pickle.REDUCE,
+    "call without a tuple": find("builtins set") + pickle.EMPTY_LIST + pickle.REDUCE,
     "stand-in of a function": call(
-        "builtins getattr", named("builtins set"), text("__subclasses__")
+        "builtins getattr", find("builtins set"), text("__subclasses__")
     ),
-    "function as a value": named("builtins getattr"),
+    "function as a value": find("builtins getattr"),
     "ext1": pickle.EXT1 + bytes([EXTENSION]),
     "ext2": pickle.EXT2 + struct.pack("<H", EXTENSION),
     "ext4": pickle.EXT4 + struct.pack("<I", EXTENSION),
     "out-of-band buffer": pickle.NEXT_BUFFER,
     "name that is no text": number(1) + number(2) + pickle.STACK_GLOBAL,
-    "defaultdict of list": call("collections defaultdict", named("builtins list"))
+    "defaultdict of list": call("collections defaultdict", find("builtins list"))
     + pickle.EMPTY_DICT
     + pickle.BUILD,
-    "defaultdict of set": call("collections defaultdict", named("builtins set")),
-    "defaultdict of a stand-in": call("collections defaultdict", named("megatron.core dict")),
+    "defaultdict of set": call("collections defaultdict", find("builtins set")),
+    "defaultdict of a stand-in": call("collections defaultdict", find("megatron.core dict")),
     "codec of bytes": call("_codecs encode", text("a"), text("rot13")),
 }
 STORAGES = {
@@ -349,7 +349,7 @@ SHAPES = {
     "array of too few bytes": ARRAY + pickle.BUILD,
 }
 ATTACKS = {
-    f"{kind}: {name}": pickled(code)
+    f"{kind}: {name}": dump(code)
     for kind, table in {
         "state": CHANGES_OF_STATE,
         "call": CALLS,
@@ -416,7 +416,7 @@ def test_a_path_keeps_its_text_after_a_file_that_sets_it(tmp_path: Path) -> None
     removed it.
     """
     path = write_archive(
-        tmp_path / "file.pt", pickled(PATH + pickle.NONE + STATE + pickle.TUPLE2 + pickle.BUILD)
+        tmp_path / "file.pt", dump(PATH + pickle.NONE + STATE + pickle.TUPLE2 + pickle.BUILD)
     )
     with pytest.raises(MsrlError, match=r"file\.pt: .*pathlib\.PurePosixPath"):
         read_torch_file(path)
@@ -446,17 +446,17 @@ def test_every_name_refers_to_an_immutable_object() -> None:
         assert not hasattr(value, "__dict__") and hash(value) == hash(resolve(module, name))
         for state in (STATE, pickle.NONE + STATE + pickle.TUPLE2, pickle.NONE):
             with pytest.raises(pickle.UnpicklingError):
-                unpickler.load(pickled(named(f"{module} {name}"), state, pickle.BUILD))
+                unpickler.load(dump(find(f"{module} {name}"), state, pickle.BUILD))
 
 
 def test_state_is_kept_as_data_even_if_it_has_the_name_of_a_method() -> None:
     state = pickled_dict(
-        __setstate__=named("megatron.core f"), __class__=text("A"), __dict__=pickle.NONE
+        __setstate__=find("megatron.core f"), __class__=text("A"), __dict__=pickle.NONE
     )
     code = (
         call("argparse Namespace") + state + pickle.BUILD + pickled_dict(a=number(1)) + pickle.BUILD
     )
-    value = unpickler.load(pickled(code))
+    value = unpickler.load(dump(code))
     assert type(value) is argparse.Namespace and vars(value)["__setstate__"] == Global(
         "megatron.core", "f"
     )
@@ -467,7 +467,7 @@ def test_a_memo_index_far_away_takes_no_memory() -> None:
     """Python's unpickler allocates memory for all smaller indices."""
     assert (
         unpickler.load(
-            pickled(
+            dump(
                 number(7),
                 pickle.LONG_BINPUT,
                 b"\xff\xff\xff\xff",
@@ -490,7 +490,7 @@ def test_a_pickle_beyond_a_limit_is_refused(
         folder = tmp_path / name
         folder.mkdir()
         path, read = write_file(
-            folder, pickled(pickle.EMPTY_LIST, pickle.MARK, pickle.NONE * 1000, pickle.APPENDS)
+            folder, dump(pickle.EMPTY_LIST, pickle.MARK, pickle.NONE * 1000, pickle.APPENDS)
         )
         with pytest.raises(MsrlError, match=f"more than (the limit of )?{size}") as error:
             read()
@@ -501,7 +501,7 @@ def test_a_pickle_beyond_a_limit_is_refused(
 def test_a_file_of_tensors_outside_the_folder_is_refused(tmp_path: Path, name: str) -> None:
     def pickled_object(kind: str, **state: bytes) -> bytes:
         return (
-            named(f"torch.distributed.checkpoint.{kind}")
+            find(f"torch.distributed.checkpoint.{kind}")
             + pickle.EMPTY_TUPLE
             + pickle.NEWOBJ
             + pickled_dict(**state)
@@ -515,7 +515,7 @@ def test_a_file_of_tensors_outside_the_folder_is_refused(tmp_path: Path, name: s
     storage_data = pickle.EMPTY_DICT + index + where + pickle.SETITEM
     path, read = in_metadata(
         tmp_path,
-        pickled(
+        dump(
             pickled_object(
                 "metadata Metadata",
                 state_dict_metadata=pickle.EMPTY_DICT,
@@ -536,7 +536,7 @@ def test_sizes_and_offsets_outside_of_the_file_are_refused(
     tmp_path: Path, field: int, size: int
 ) -> None:
     """Alter size and position of each record in the archive's directory."""
-    whole = write_archive(tmp_path / "file.pt", pickled(pickled_dict(a=tensor()))).read_bytes()
+    whole = write_archive(tmp_path / "file.pt", dump(pickled_dict(a=tensor()))).read_bytes()
     headers = [at for at in range(len(whole)) if whole[at : at + 4] == b"PK\1\2"]
     for at in headers:
         path = tmp_path / "changed.pt"
@@ -548,11 +548,11 @@ def test_sizes_and_offsets_outside_of_the_file_are_refused(
 
 def test_records_of_one_name_and_of_another_byte_order_are_refused(tmp_path: Path) -> None:
     path = write_archive(
-        tmp_path / "file.pt", pickled(pickled_dict(a=tensor())), {"byteorder": b"big"}
+        tmp_path / "file.pt", dump(pickled_dict(a=tensor())), {"byteorder": b"big"}
     )
     with pytest.raises(MsrlError, match=r"file\.pt: .*big-endian"):
         read_torch_file(path)
-    path = write_archive(tmp_path / "twice.pt", pickled(pickled_dict(a=tensor())))
+    path = write_archive(tmp_path / "twice.pt", dump(pickled_dict(a=tensor())))
     with zipfile.ZipFile(path, "a") as archive, pytest.warns(UserWarning, match="Duplicate"):
         archive.writestr("archive/data/0", bytes(16))
     with pytest.raises(MsrlError, match=r"twice\.pt: .*duplicate"):
@@ -563,7 +563,7 @@ def test_a_tensor_of_an_archive_that_is_not_aligned_is_read(tmp_path: Path) -> N
     for padding in range(8):
         path = write_archive(
             tmp_path / f"{padding}.pt",
-            pickled(pickled_dict(a=tensor(offset=1, shape=(2,), strides=(2,)))),
+            dump(pickled_dict(a=tensor(offset=1, shape=(2,), strides=(2,)))),
             {"pad": bytes(padding)},
         )
         assert read_torch_file(path)["a"].tolist() == [1, 3]
@@ -576,14 +576,14 @@ def test_a_tensor_of_an_archive_that_is_not_aligned_is_read(tmp_path: Path) -> N
 def test_a_defaultdict_of_dict_is_read_as_a_dict(tmp_path: Path, file: str) -> None:
     """MindSpeed-LLM's converters save `model` as a defaultdict."""
     model = (
-        call("collections defaultdict", named("builtins dict"))
+        call("collections defaultdict", find("builtins dict"))
         + text("weight")
         + tensor()
         + pickle.SETITEM
     )
     args = call("argparse Namespace") + pickled_dict(num_layers=number(2)) + pickle.BUILD
     _, read = FILES[file](
-        tmp_path, pickled(model if file == "bin" else pickled_dict(args=args, model=model))
+        tmp_path, dump(model if file == "bin" else pickled_dict(args=args, model=model))
     )
     contents: Any = read()
     if file == "bin":
@@ -683,7 +683,7 @@ def test_an_enumeration_is_read_in_the_form_of_every_python() -> None:
     """Python 3.11.0 to 3.11.3 pickled a call of getattr."""
     for code in (
         call("megatron.core.enums ModelType", number(1)),
-        call("builtins getattr", named("megatron.core.enums ModelType"), text("encoder")),
+        call("builtins getattr", find("megatron.core.enums ModelType"), text("encoder")),
     ):
-        value = unpickler.load(pickled(code))
+        value = unpickler.load(dump(code))
         assert isinstance(value, Foreign) and value.name == "megatron.core.enums.ModelType"

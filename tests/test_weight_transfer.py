@@ -54,7 +54,7 @@ def rank_weights(source: WeightSource, layout: ParallelLayout, stage: int, rank:
     ]
 
 
-def sent(
+def send(
     stages: Sequence[Sequence[Weights]], version: int, bucket_bytes: int = BUCKET_BYTES
 ) -> tuple[list[list[list[Any]]], list[Any]]:
     """Return copies of the buckets of all ranks by stage, and the parts of the digests."""
@@ -62,7 +62,7 @@ def sent(
 
     def store(weights: Weights) -> list[Any]:
         sender = WeightSender(bucket_bytes, 10)
-        stored, digest = sender.store(weights, version, copied, verify=True)
+        stored, digest = sender.store(weights, version, copy_tensor, verify=True)
         sender.close()
         digests.append(digest)
         return stored
@@ -70,12 +70,12 @@ def sent(
     return [[store(weights) for weights in ranks] for ranks in stages], digests
 
 
-def copied(stored: Any) -> Any:
+def copy_tensor(stored: Any) -> Any:
     version, chunks, content = stored
     return version, chunks, content.copy()
 
 
-def assembled(source: WeightSource, stages: Any, version: int) -> dict[str, Tensor]:
+def assemble(source: WeightSource, stages: Any, version: int) -> dict[str, Tensor]:
     buckets = ([map(restore, sender) for sender in senders] for senders in stages)
     tensors = list(Assembler(source.shape).assemble(merge(buckets), version))
     assert len(dict(tensors)) == len(tensors)
@@ -112,8 +112,8 @@ def test_shards_of_all_ranks_assemble_to_the_weights_and_their_digests(
     tmp_path: Path, config: dict[str, Any], layout: ParallelLayout, dp: int
 ) -> None:
     source = open_weights(families.save_model(tmp_path, config))
-    stages, partial_digests = sent(senders(source, layout, layout.ranks_per_model * dp), version=3)
-    tensors = assembled(source, stages, version=3)
+    stages, partial_digests = send(senders(source, layout, layout.ranks_per_model * dp), version=3)
+    tensors = assemble(source, stages, version=3)
     files = {name: tensor for name, tensor in file_tensors(source) if name in tensors}
     assert tensors.keys() == expected_weights(source.shape) == files.keys()
     for name, tensor in files.items():
@@ -138,7 +138,7 @@ def source(tmp_path: Path) -> WeightSource:
 
 def test_the_digest_of_a_version_does_not_depend_on_the_layout(source: WeightSource) -> None:
     digests = {
-        version_digest(add_digests(sent(senders(source, layout, layout.ranks_per_model), 0)[1]))
+        version_digest(add_digests(send(senders(source, layout, layout.ranks_per_model), 0)[1]))
         for layout in (ParallelLayout(), ParallelLayout(2), ParallelLayout(2, 2))
     }
     assert len(digests) == 1
@@ -169,25 +169,25 @@ def test_a_missing_tensor_is_named(source: WeightSource) -> None:
     stages = senders(source, ParallelLayout(2), 2)
     missing = "decoder.layers.1.mlp.linear_fc2.weight"
     stages[0][1] = [each for each in stages[0][1] if each[0].rule.mcore != missing]
-    buckets, _ = sent(stages, 0)
+    buckets, _ = send(stages, 0)
     with pytest.raises(VerificationError, match=mentions(missing, "incomplete")):
-        assembled(source, buckets, 0)
+        assemble(source, buckets, 0)
 
 
 def test_a_stale_tensor_is_named(source: WeightSource) -> None:
-    (old,), _ = sent(senders(source, ParallelLayout(), 1), 4)
-    (new,), _ = sent(senders(source, ParallelLayout(), 1), 5)
+    (old,), _ = send(senders(source, ParallelLayout(), 1), 4)
+    (new,), _ = send(senders(source, ParallelLayout(), 1), 5)
     new[0][3] = old[0][3]
     name = old[0][3][1][0].name
     with pytest.raises(VerificationError, match=mentions(name, "version 4", "version 5")):
-        assembled(source, [new], 5)
+        assemble(source, [new], 5)
 
 
 def test_a_corrupted_tensor_is_named(source: WeightSource) -> None:
-    stages, partial_digests = sent(senders(source, ParallelLayout(2), 2), 0)
+    stages, partial_digests = send(senders(source, ParallelLayout(2), 2), 0)
     chunk = stages[0][1][2][1][-1]
     stages[0][1][2][2][chunk.offset] ^= 1
-    received = digests_of_files(source, assembled(source, stages, 0))
+    received = digests_of_files(source, assemble(source, stages, 0))
     names = differences(add_digests(partial_digests), received)
     assert len(names) == 1
     with pytest.raises(VerificationError, match=mentions(names[0], "engine 1", "differs")):

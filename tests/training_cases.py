@@ -320,7 +320,7 @@ FULL_CASES = frozenset(
 )
 
 
-def _poisoned(folders: dict[str, Path]) -> list[Poisoned]:
+def _poisoned_cases(folders: dict[str, Path]) -> list[Poisoned]:
     return [
         Poisoned(name, folders["qwen3"], layout, more) for name, (layout, more) in POISONED.items()
     ]
@@ -543,7 +543,7 @@ def all_cases(folders: dict[str, Path], saves: Path) -> list[Any]:
         Case("bf16 tp2 dp2", folders["qwen2"], Layout(tp=2), dp=2, dtype="bfloat16", steps=6),
     ]
     products = [Product(name, folders["qwen2"], **spread) for name, spread in SPREAD.items()]
-    return [*cases, *_poisoned(folders), *products]
+    return [*cases, *_poisoned_cases(folders), *products]
 
 
 def _dropout_cases(model: Path) -> list[Case]:

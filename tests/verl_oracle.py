@@ -168,7 +168,7 @@ def loss(
     return value
 
 
-def corrected(settings: Section, batch: Batch) -> Batch:
+def correct(settings: Section, batch: Batch) -> Batch:
     """Return the batch with the weights of the rollout correction."""
     checkout()
     helper = importlib.import_module("verl.trainer.ppo.rollout_corr_helper")

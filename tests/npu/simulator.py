@@ -57,8 +57,8 @@ def environment(packages: Path, runtime: Path, kernels: Path) -> dict[str, str]:
         (ascend / name).mkdir(parents=True, exist_ok=True)
     return {
         ENABLED: str(kernels / KERNELS),
-        "LD_LIBRARY_PATH": _joined(runtime, os.environ.get("LD_LIBRARY_PATH")),
-        "PYTHONPATH": _joined(
+        "LD_LIBRARY_PATH": _join(runtime, os.environ.get("LD_LIBRARY_PATH")),
+        "PYTHONPATH": _join(
             HERE / "site",
             packages,
             packages / NEEDS,  # packages that only MindSpeed needs
@@ -73,23 +73,23 @@ def environment(packages: Path, runtime: Path, kernels: Path) -> dict[str, str]:
     }
 
 
-def _joined(*paths: Path | str | None) -> str:
+def _join(*paths: Path | str | None) -> str:
     return os.pathsep.join(str(path) for path in paths if path)
 
 
 def build(packages: Path) -> tuple[Path, Path]:
     """Compile what the cache lacks, and return the folders of the runtime and the kernels."""
     torch_npu, torch = packages / "torch_npu", _package("torch")
-    runtime = _cached(
+    runtime = _cached_part(
         "runtime", torch_npu, lambda folder: _compile_runtime(folder, torch_npu / "include")
     )
-    kernels = _cached(
+    kernels = _cached_part(
         "kernels", torch_npu, lambda folder: _compile_kernels(folder, runtime, torch_npu, torch)
     )
     return runtime, kernels
 
 
-def _cached(name: str, torch_npu: Path, compile_to: Callable[[Path], None]) -> Path:
+def _cached_part(name: str, torch_npu: Path, compile_to: Callable[[Path], None]) -> Path:
     """Return the folder of a part in the cache, which is compiled if it is not there."""
     folder = _cache() / f"{name}-{_fingerprint(name, torch_npu)}"
     if folder.exists():

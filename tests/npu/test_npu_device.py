@@ -177,7 +177,7 @@ def _gradients(output: Tensor, inputs: list[Tensor]) -> list[Tensor]:
     return [cast(Tensor, tensor.grad).cpu() for tensor in inputs]
 
 
-def _interleaved(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def _rotate_interleaved(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     pairs = torch.view_as_complex(x.unflatten(-1, (-1, 2)).contiguous())
     turns = torch.complex(cos[..., ::2].contiguous(), sin[..., ::2].contiguous())
     return torch.view_as_real(pairs * turns).flatten(-2)
@@ -197,7 +197,7 @@ OPERATORS: dict[str, tuple[list[tuple[int, ...]], Callable[..., Any], Callable[.
     "npu_rotary_mul": (
         [(5, 1, 4, 16)],
         lambda x: torch.ops.npu.npu_rotary_mul(x, *(a.to(x.device) for a in ANGLES), "interleave"),
-        lambda x: _interleaved(x, *ANGLES),
+        lambda x: _rotate_interleaved(x, *ANGLES),
     ),
 }
 _STEPS = torch.arange(5.0)[:, None, None, None] * torch.arange(8).repeat_interleave(2)

@@ -63,7 +63,7 @@ def _check_type(name: str, tensor: Tensor) -> None:
 def _on_host(values: dict[str, Any]) -> dict[str, Any]:
     """Return the arguments with all tensors on the CPU."""
     return {
-        name: [tensor.cpu() for tensor in value] if _has_tensors(value) else _moved(value)
+        name: [tensor.cpu() for tensor in value] if _has_tensors(value) else _move(value)
         for name, value in values.items()
     }
 
@@ -72,7 +72,7 @@ def _has_tensors(value: object) -> bool:
     return isinstance(value, list) and bool(value) and isinstance(value[0], Tensor)
 
 
-def _moved(value: Any) -> Any:
+def _move(value: Any) -> Any:
     return value.cpu() if isinstance(value, Tensor) else value
 
 
@@ -161,7 +161,7 @@ def _gradients(
     return tuple(gradient.to(tensor.dtype) for gradient, tensor in pairs)
 
 
-def _normalized(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+def _normalize(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
     return x * (x.square().mean(-1, keepdim=True) + epsilon).rsqrt() * weight
 
 
@@ -170,32 +170,32 @@ def _rms_norm(values: dict[str, Any]) -> tuple[Tensor, ...]:
     if weight.shape != x.shape[-1:]:
         raise RuntimeError(f"npu_rms_norm: gamma of shape {tuple(weight.shape)}")
     scale = (x.float().square().mean(-1, keepdim=True) + epsilon).rsqrt()
-    return _normalized(x.float(), weight.float(), epsilon).to(x.dtype), scale
+    return _normalize(x.float(), weight.float(), epsilon).to(x.dtype), scale
 
 
 def _rms_norm_gradient(values: dict[str, Any]) -> tuple[Tensor, ...]:
     x, scale = values["input"].float(), values["rstd"]
     epsilon = float((scale[..., :1] ** -2 - x.square().mean(-1, keepdim=True)).flatten()[0])
     inputs = [values["input"], values["gamma"]]
-    return _gradients(lambda x, w: _normalized(x, w, epsilon), inputs, values["dy"])
+    return _gradients(lambda x, w: _normalize(x, w, epsilon), inputs, values["dy"])
 
 
-def _gated(x: Tensor, dim: int) -> Tensor:
+def _gate(x: Tensor, dim: int) -> Tensor:
     gate, up = x.chunk(2, dim)
     return torch.nn.functional.silu(gate) * up
 
 
 def _swiglu(values: dict[str, Any]) -> tuple[Tensor, ...]:
     x = values["input"]
-    return (_gated(x.float(), values["dim"]).to(x.dtype),)
+    return (_gate(x.float(), values["dim"]).to(x.dtype),)
 
 
 def _swiglu_gradient(values: dict[str, Any]) -> tuple[Tensor, ...]:
     inputs, gradient = [values["input"]], values["grad_output"]
-    return _gradients(lambda x: _gated(x, values["dim"]), inputs, gradient)
+    return _gradients(lambda x: _gate(x, values["dim"]), inputs, gradient)
 
 
-def _rotated(x: Tensor, cos: Tensor, sin: Tensor, mode: str) -> Tensor:
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor, mode: str) -> Tensor:
     if mode == "half":
         first, second = x.chunk(2, -1)
         turned = torch.cat((-second, first), -1)
@@ -210,12 +210,12 @@ def _rotary(values: dict[str, Any]) -> tuple[Tensor, ...]:
     if x.ndim != 4 or x.shape[-1] % 2 or x.shape[-1] > 896:
         raise RuntimeError(f"npu_rotary_mul: unsupported shape {tuple(x.shape)}")
     mode = values["rotary_mode"]
-    return (_rotated(x.float(), cos.float(), sin.float(), mode).to(x.dtype),)
+    return (_rotate(x.float(), cos.float(), sin.float(), mode).to(x.dtype),)
 
 
 def _rotary_gradient(values: dict[str, Any]) -> tuple[Tensor, ...]:
     inputs, mode = [values[name] for name in ("input", "r1", "r2")], values["rotary_mode"]
-    return _gradients(lambda x, c, s: _rotated(x, c, s, mode), inputs, values["grad"])
+    return _gradients(lambda x, c, s: _rotate(x, c, s, mode), inputs, values["grad"])
 
 
 def _grouped_matmul(values: dict[str, Any]) -> tuple[Tensor, ...]:
