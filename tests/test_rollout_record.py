@@ -191,7 +191,7 @@ def test_verdicts_and_reasons_are_recorded(tmp_path: Path, format: str) -> None:
     log.write(1, [group], prepare(group))
     (file,) = (tmp_path / "rollouts").iterdir()
     rows = read_samples(file)
-    assert [row.verdict for row in rows] == [True, False]
+    assert [row.is_right for row in rows] == [True, False]
     assert all("box" in row.reasons["acc"] for row in rows)
 
 

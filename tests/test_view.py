@@ -126,7 +126,7 @@ def test_both_formats_give_the_same_samples(tmp_path: Path):
     for line, record in zip(lines, records, strict=True):
         for name in ("step", "group", "sample", "prompt_index", "reward", "staleness", "versions"):
             assert getattr(line, name) == getattr(record, name)
-        assert line.turns == record.turns
+        assert line.messages == record.messages
         assert line.token_ids.tolist() == record.token_ids.tolist()
         assert {*record.advantages[record.is_sampled]} == {line.advantages}
     assert set(records[0].values) == {"behavior", "trainer", "reference", "entropy"}
@@ -144,7 +144,7 @@ def test_the_turns_of_an_episode_are_those_of_the_conversation(tmp_path: Path):
     recorded = view_runs.record(1, 0, 0, "\\boxed{15}", messages=turns)
     write_records(tmp_path / "step_000002.parquet", [recorded])
     (line,), (record,) = map(read_samples, sorted(tmp_path.iterdir()))
-    assert line.turns == record.turns == turns
+    assert line.messages == record.messages == turns
     assert line.response == record.response == "\\boxed{15}"
     assert line.token_ids.tolist() == [1, 2, 3, 4, 5]
     assert line.is_sampled.tolist() == is_sampled and line.num_response_tokens == 2

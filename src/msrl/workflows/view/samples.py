@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -29,51 +29,27 @@ _COLUMNS = {
 
 
 @dataclass(frozen=True, slots=True)
-class ViewSample:
-    """One token sequence of a response. Arrays have one value per token, T in all.
+class ViewSample(RolloutRecord):
+    """Record of a sequence, with the text of all answers of the policy, which verifiers score.
 
-    An episode whose history was edited has several sequences.
-
-    Attributes:
-        group: Number of the prompt's group in the file.
-        sample: Number of the sample in its group.
-        sequence: Number of the sequence in its sample.
-        turns: Text of the turns as (role, text). Without an environment, prompt and response.
-        response: Text of all answers of the policy, which verifiers score.
-        verdict: True for a right answer, None if it is not recorded.
-        success: What the environment reports; None without a report.
-        reasons: Recorded reason of the score of each verifier that explains it.
-        values: Arrays [T] by name (behavior, trainer, reference, entropy), those that are recorded.
+    JSONL files have the mean of a response's advantages instead of `advantages`.
     """
 
-    step: int
-    group: int
-    sample: int
-    prompt_index: int
-    turns: Turns
-    response: str
-    answer: str
-    reward: float
-    scores: Mapping[str, float]
-    finish_reason: str
-    is_trained: bool
-    tag: str
-    verdict: bool | None
-    versions: Sequence[tuple[int, int]]
-    staleness: int
-    token_ids: Ints  # [T]
-    is_sampled: Bools  # [T]
-    advantages: Floats | float  # [T]; the mean of the sampled tokens in JSONL files
-    loss_mask: Bools  # [T]
-    values: Mapping[str, Floats] = field(default_factory=dict[str, "Floats"])
-    times: Mapping[str, float] = field(default_factory=dict[str, float])
-    sequence: int = 0
-    success: bool | None = None
-    reasons: Mapping[str, str] = field(default_factory=dict[str, str])
+    response: str = ""
+
+    @property
+    def is_trained(self) -> bool:
+        return bool(self.loss_mask.any())
+
+    @property
+    def values(self) -> dict[str, Floats]:
+        """Recorded values of the tokens, [T] each, by name."""
+        arrays = {name: getattr(self, column) for name, column in _COLUMNS.items()}
+        return {name: values for name, values in arrays.items() if values is not None}
 
     @property
     def prompt(self) -> str:
-        return self.turns[0][1] if self.turns else ""
+        return self.messages[0][1] if self.messages else ""
 
     @property
     def num_response_tokens(self) -> int:
@@ -115,33 +91,9 @@ def read_samples(path: Path, group_size: int | None = None) -> list[ViewSample]:
 
 
 def _from_record(record: RolloutRecord) -> ViewSample:
-    arrays = {name: getattr(record, column) for name, column in _COLUMNS.items()}
-    return ViewSample(
-        step=record.step,
-        group=record.group,
-        sample=record.sample,
-        prompt_index=record.prompt_index,
-        turns=record.messages,
-        response="\n".join(text for role, text in record.messages if role == "assistant"),
-        answer=record.answer,
-        reward=record.reward,
-        scores=record.scores,
-        finish_reason=record.finish_reason,
-        is_trained=bool(record.loss_mask.any()),
-        tag=record.tag,
-        verdict=record.is_right,
-        versions=record.versions,
-        staleness=record.staleness,
-        token_ids=record.token_ids,
-        is_sampled=record.is_sampled,
-        advantages=record.advantages,
-        loss_mask=record.loss_mask,
-        values={name: values for name, values in arrays.items() if values is not None},
-        times=record.times,
-        sequence=record.sequence,
-        success=record.success,
-        reasons=record.reasons,
-    )
+    values = {name: getattr(record, name) for name in RolloutRecord.__slots__}
+    response = "\n".join(text for role, text in record.messages if role == "assistant")
+    return ViewSample(**values, response=response)
 
 
 def _from_lines(path: Path, group_size: int | None) -> Iterator[ViewSample]:
@@ -183,25 +135,24 @@ def _from_row(
             group=group,
             sample=sample,
             prompt_index=int(row["prompt_index"]),
-            turns=_turns(row),
-            response=row["response"],
-            answer=row["answer"],
+            token_ids=token_ids,
+            loss_mask=is_sampled if is_trained else np.zeros_like(is_sampled),
+            is_sampled=is_sampled,
+            behavior_logprobs=behavior,
+            versions=versions,
+            trainer_version=oldest if is_evaluation else step - 1,
+            advantages=np.float64(row.get("advantage", 0.0)),  # pyright: ignore[reportArgumentType]
             reward=float(row["reward"]),
             scores={name: float(score) for name, score in row["scores"].items()},
             finish_reason=row["finish_reason"],
-            is_trained=is_trained,
-            tag=row.get("tag", ""),
-            verdict=row.get("is_right"),
-            versions=versions,
-            staleness=0 if is_evaluation else step - 1 - oldest,
-            token_ids=token_ids,
-            is_sampled=is_sampled,
-            advantages=float(row.get("advantage", 0.0)),
-            loss_mask=is_sampled if is_trained else np.zeros_like(is_sampled),
-            values={"behavior": behavior},
+            messages=_turns(row),
+            answer=row["answer"],
             sequence=number,
             success=row.get("success"),
+            tag=row.get("tag", ""),
+            is_right=row.get("is_right"),
             reasons=row.get("reasons", {}),
+            response=row["response"],
         )
 
 

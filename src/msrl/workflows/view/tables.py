@@ -83,7 +83,7 @@ class SampleTables:
 
 
 def _search_text(sample: ViewSample) -> str:
-    return "\n".join([*(text for _, text in sample.turns), sample.answer])
+    return "\n".join([*(text for _, text in sample.messages), sample.answer])
 
 
 def _by_sample(samples: Sequence[ViewSample]) -> list[Sequence[ViewSample]]:
@@ -140,7 +140,7 @@ def _details(sequences: Sequence[ViewSample]) -> dict[str, Any]:
     """Return everything that the page of a sample shows."""
     sample = sequences[0]
     return {
-        "turns": [list(turn) for turn in sample.turns],
+        "turns": [list(turn) for turn in sample.messages],
         "answer": sample.answer,
         "scores": {name: number(score) for name, score in sample.scores.items()},
         "reasons": dict(sample.reasons),

@@ -31,8 +31,8 @@ class Verdicts:
         With `is_reported`, the environment reports success, so an episode without a report, which
         a limit or fault ended, is not successful.
         """
-        if sample.verdict is not None:
-            return sample.verdict
+        if sample.is_right is not None:
+            return sample.is_right
         label = self._label(sample)
         if self._judge is None or label is None or label not in sample.scores:
             return False if sample.success is None and is_reported else sample.success
