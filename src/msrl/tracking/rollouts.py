@@ -135,11 +135,18 @@ def _array(values: Sequence[Any], type: pa.DataType) -> pa.Array:
 
     if pa.types.is_map(type):
         values = [list(value.items()) for value in values]
-    elif pa.types.is_list(type) and pa.types.is_primitive(type.value_type):
+    elif _has_arrays(type):
         # Arrow copies arrays of its own dtype, and converts others number by number.
         dtype = type.value_type.to_pandas_dtype()
         values = [None if value is None else np.asarray(value, dtype) for value in values]
     return pa.array(values, type)
+
+
+def _has_arrays(type: pa.DataType) -> bool:
+    """Return True for a column with an array of numbers per row."""
+    import pyarrow as pa
+
+    return pa.types.is_list(type) and pa.types.is_primitive(type.value_type)
 
 
 def read_records(path: Path) -> list[RolloutRecord]:
@@ -157,7 +164,8 @@ def read_records(path: Path) -> list[RolloutRecord]:
         )
     table = pq.read_table(path)
     # Lists of Python objects would take most of the time.
-    arrays = {n: table.column(n).to_numpy() for n in _DTYPES if n in table.column_names}
+    names = [column.name for column in table.schema if _has_arrays(column.type)]
+    arrays = {name: table.column(name).to_numpy() for name in names}
     rows = table.drop_columns([*arrays]).to_pylist(maps_as_pydicts="strict")
     return [
         _record(row | {name: rows_of_name[index] for name, rows_of_name in arrays.items()})
@@ -221,27 +229,11 @@ def _turn_type() -> pa.DataType:
     )
 
 
-_DTYPES = {
-    "token_ids": np.int64,
-    "loss_mask": np.bool_,
-    "is_sampled": np.bool_,
-    "behavior_logprobs": np.float32,
-    "advantages": np.float32,
-    "trainer_logprobs": np.float32,
-    "reference_logprobs": np.float32,
-    "entropies": np.float32,
-}
-
-
 def _record(row: Mapping[str, Any]) -> RolloutRecord:
-    arrays = {
-        name: np.asarray(row[name], dtype)
-        for name, dtype in _DTYPES.items()
-        if row.get(name) is not None
-    }
     versions = tuple((run["version"], run["tokens"]) for run in row["versions"])
     messages = tuple((turn["role"], turn["content"]) for turn in row["messages"])
-    values = {**row, **arrays, "versions": versions, "messages": messages}
+    values = {**row, "versions": versions, "messages": messages}
+    values["token_ids"] = row["token_ids"].astype(np.int64)
     values["reasons"] = row.get("reasons") or {}  # which files of earlier versions do not have
     if "turns" in row:  # which files of earlier versions do not have
         values["turns"] = tuple(row["turns"])
