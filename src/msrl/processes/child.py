@@ -16,7 +16,7 @@ _ONLY_GIVEN_PATH = ("-P",) if sys.version_info >= (3, 11) else ()
 # Exit codes of processes that others ended: the out-of-memory killer, or the end of a job.
 _KILLED = (-signal.SIGKILL, -signal.SIGTERM)
 MAX_REPEATS = 3  # of a call whose process was killed
-ONE_THREAD = {"OMP_NUM_THREADS": "1"}
+ONE_THREAD = {"OMP_NUM_THREADS": "1"}  # many workers share the cores
 
 
 def python_command(*words: str) -> list[str]:
@@ -38,6 +38,15 @@ class WorkerProcess:
         pass_fds: Collection[int] = (),
         environment: Mapping[str, str] = ONE_THREAD,
     ) -> None:
+        """Start the process and send it its setup.
+
+        Args:
+            module: Module to run, which reads messages and writes frames (`messages.py`).
+            setup: First message.
+            path: Search path for modules.
+            pass_fds: File descriptors that the process inherits.
+            environment: Further environment variables.
+        """
         module_path = os.pathsep.join(folder for folder in path if folder)
         self.process = subprocess.Popen(
             python_command("-m", module),
