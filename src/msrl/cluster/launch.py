@@ -298,6 +298,7 @@ def _start_node(start: _Start, timeout_s: float) -> NodeRecord:
             stdout=output,
             stderr=subprocess.STDOUT,
             env=_environment(start) | temporary.environment(state.workers_dir(temp_dir)),
+            # A node outlives this command and its terminal.
             start_new_session=True,
         )
     _SUPERVISORS.append(supervisor)

@@ -122,6 +122,7 @@ class Session:
         # Nodes may still join a cluster, but not a local Ray.
         self._wait_for_capacity(placement, time.monotonic() if self.local else deadline)
         groups = tuple(
+            # STRICT_PACK: all bundles of a planned node are on one machine.
             placement_group([{placement.resource: 1.0}] * node.num_bundles, strategy="STRICT_PACK")
             for node in placement.bundles
         )

@@ -268,7 +268,7 @@ class PoolLoop:
         self._kill(episode, fault)
 
     def _kill(self, episode: EpisodeState, fault: EpisodeFault | None) -> None:
-        """Kill a process. Without a fault, its end decides: see `_exited`."""
+        """Kill a process. Without a fault, its end decides: see `_finish_episode`."""
         self._hang_up(episode)
         if self._server is not None and episode.number in self._known:
             self._server.kill(episode.number)

@@ -36,6 +36,7 @@ def transformer_settings(shape: Shape) -> dict[str, Any]:
         "add_qkv_bias": shape.qkv_bias,
         "qk_layernorm": shape.qk_norm,
         "layernorm_zero_centered_gamma": shape.zero_centered_norm,
+        # Megatron's defaults are 0.1.
         "hidden_dropout": 0.0,
         "attention_dropout": 0.0,
         **({} if shape.moe is None else _mixture_settings(shape.moe)),
@@ -68,6 +69,7 @@ def _mixture_settings(moe: Moe) -> dict[str, Any]:
         "moe_router_topk_scaling_factor": moe.scaling_factor,
         "moe_router_enable_expert_bias": moe.expert_bias,
         "moe_router_bias_update_rate": 0.0,
+        # Megatron's default is `aux_loss`.
         "moe_router_load_balancing_type": "none",
         "moe_aux_loss_coeff": 0.0,
         "moe_router_dtype": "fp32",

@@ -67,6 +67,7 @@ def _layer(shape: Shape, moe: Moe, names: Names, experts: ExpertNames) -> tuple[
     rules = [norm, router]
     if moe.expert_bias:
         bias = (f"{prefix}{experts.expert_bias}",), Replicated(), ((moe.num_experts,),)
+        # Megatron's router keeps it in float32 (TopKRouter._maintain_float32_expert_bias).
         rules.append(Rule(f"{_MCORE}router.expert_bias", *bias, dtype="float32"))
     if moe.shared_ffn_hidden_size:
         rules += _feed_forward(

@@ -78,7 +78,9 @@ class VllmEngine:
         _prepare_environment(platform, settings)
         import torch
 
+        # vLLM's CPU worker replaces it by a function that only warns (v1/worker/cpu_worker.py).
         self._set_num_threads = torch.set_num_threads
+        # If not, vLLM creates torch's default group in this process, and `close` destroys it.
         self._torch_was_distributed = torch.distributed.is_initialized()
         # vLLM registers its metrics in the registry of the process.
         self._metrics = settings.metrics and MetricsServer(settings.metrics.port)
@@ -120,6 +122,7 @@ class VllmEngine:
         self._memory.check_ready()
         for prompt in prompts:
             check_prompt(prompt, self._shape.vocab_size, self.max_model_len)
+        # One request per sample instead of vLLM's `n`: each has its own seed.
         copies = [prompt for prompt in prompts for _ in range(sampling.num_samples)]
         seeds = sample_seeds(prompts, sampling, policy_version)
         keys = self._routed.new_keys(len(copies))
@@ -149,6 +152,7 @@ class VllmEngine:
         self._memory.check_ready()
         check_prompt(prompt, self._shape.vocab_size, self.max_model_len)
         params = self._params(prompt, sampling, sampling.seed)
+        # DELTA: a step returns its new text only. Nothing reads the log-probabilities.
         params.detokenize, params.output_kind, params.logprobs = True, RequestOutputKind.DELTA, None
         engine, request = self._llm.llm_engine, str(next(self._llm.request_counter))
         engine.add_request(request, _as_input(prompt.token_ids), params)
@@ -169,9 +173,11 @@ class VllmEngine:
 
         check_prompt(prompt, self._shape.vocab_size, self.max_model_len)
         params = self._params(prompt, sampling, seed, request)
+        # Otherwise each step returns all tokens so far again.
         params.output_kind = RequestOutputKind.DELTA
         if sampling.with_routes:
             self._routed.start(request, len(prompt.token_ids))
+        # vLLM hashes the salt into the first block, so no prefix is shared across salts.
         content = {**_as_input(prompt.token_ids), "cache_salt": salt}
         self._llm.llm_engine.add_request(request, content, params)
 
@@ -206,6 +212,8 @@ class VllmEngine:
         self._memory.check_ready()
         for index, ids in enumerate(token_ids):
             check_prompt(Prompt(index, ids), self._shape.vocab_size, self.max_model_len)
+        # vLLM must sample a token, which is ignored. Its temperature does not scale these logits
+        # (GPUModelRunner._get_prompt_logprobs_dict).
         params = vllm.SamplingParams(
             max_tokens=1,
             temperature=0.0,
@@ -228,12 +236,14 @@ class VllmEngine:
     ) -> tuple[Digests, ...]:
         self._memory.check_loadable()
         model_dir = str(self._settings.model_dir)
+        # With one device, vLLM's worker is an object of this process and takes an iterator.
         if self._settings.engine.tp == 1:
             arguments = (tensors, model_dir, verify)
             digests = self._llm.collective_rpc("load_tensors", args=arguments)
         else:
             digests = self._load_in_workers(tensors, model_dir, verify)
         self._memory.finish_loading()
+        # `reload_weights` resets caches of adapters and encoders, but not the prefix cache.
         self.forget_prompts()
         return tuple(digests) if verify else ()
 
@@ -252,6 +262,7 @@ class VllmEngine:
             try:
                 return self._llm.collective_rpc("load_channel", args=arguments)
             except Exception:
+                # A failed sender closes the connections: its error is the cause.
                 if sending.done():
                     sending.result()
                 raise
@@ -328,6 +339,7 @@ class VllmEngine:
             stop_token_ids=token_ids,
             seed=seed,
             ignore_eos=sampling.ignore_eos,
+            # The log-probability of the sampled token only.
             logprobs=0,
             flat_logprobs=True,
             detokenize=bool(texts),
@@ -370,6 +382,7 @@ def _finish_reason(reason: str) -> Literal["stop", "length"]:
 def engine_variables(platform: Platform, settings: EngineSettings) -> dict[str, str]:
     """Return the variables that vLLM reads when it is imported. The user's variables come first."""
     common = {
+        # The engine's core runs in this process, which steps it and passes weights to it.
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_NO_USAGE_STATS": "1",
         "DO_NOT_TRACK": "1",

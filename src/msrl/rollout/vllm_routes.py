@@ -75,12 +75,15 @@ class StepRecorder:
         output = self._execute(scheduled, *arguments, **options)
         num_tokens = scheduled.total_num_scheduled_tokens
         if num_tokens:
+            # vLLM may pad a pass: later rows are no tokens.
             by_layer = [self._experts[layer][:num_tokens] for layer in sorted(self._experts)]
             self.store.add_step(self._tokens(scheduled), np.stack(by_layer, 1))
         return output
 
     def _tokens(self, scheduled: Any) -> list[ComputedTokens]:
         """Return the tokens of each request in the order of the forward pass."""
+        # After the pass: GPUModelRunner._update_states has ordered the batch before it, and counts
+        # the tokens of this step only in the next one.
         batch, tokens = self._runner.input_batch, list[ComputedTokens]()
         for index, name in enumerate(batch.req_ids):
             request = self._runner.requests[name]

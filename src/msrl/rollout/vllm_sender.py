@@ -199,6 +199,7 @@ class _StaticSender:
             "master_port": port,
             "world_size": 1 + self._group.num_receivers,
         }
+        # Engines and rank 0 wait for each other in the rendezvous, so neither call can come first.
         with ThreadPoolExecutor(max_workers=1) as executor:
             connecting = executor.submit(
                 self._client.init_weight_transfer_engine, {**info, "rank_offset": 1}
@@ -210,6 +211,7 @@ class _StaticSender:
     def send_weights(self) -> None:
         """Broadcast the weights while the engines receive them."""
         if self._communicator is None:
+            # All ranks collect the weights together, though only rank 0 sends them.
             for _ in self._weights():
                 pass
             return
@@ -217,6 +219,7 @@ class _StaticSender:
         update = {**self._metadata, **self._geometry}
         self._client.start_weight_update()
         with ThreadPoolExecutor(max_workers=1) as executor:
+            # It returns once the engines have received what the broadcast below sends.
             receiving = executor.submit(self._client.update_weights, update)
             self._engine.trainer_send_weights(
                 iterator=iter(self._weights()), trainer_args=arguments

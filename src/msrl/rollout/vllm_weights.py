@@ -95,6 +95,7 @@ class WeightReceiver(ForwardRecorder, RouteRecorder, SamplerChanges):
         digests = self._loaded_digests = dict[str, TensorDigest]()
         load = model.load_weights
         stacks = stack_sizes(shape)
+        # An attribute of the instance: `end_digests` deletes it, and the method is visible again.
         model.load_weights = lambda weights: load(record_digests(weights, stacks, digests))
 
     def end_digests(self) -> dict[str, TensorDigest]:

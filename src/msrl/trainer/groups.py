@@ -97,7 +97,9 @@ def initialize(
         context_parallel_size=layout.cp,
         expert_model_parallel_size=layout.ep,
         expert_tensor_parallel_size=layout.etp_size,
+        # Megatron uses them to save optimizer states, which `optimizer_state` collects itself.
         create_gloo_process_groups=False,
+        # Megatron takes whole minutes.
         distributed_timeout_minutes=max(1, int(timeout_s / 60)),
     )
     tensor_parallel.model_parallel_cuda_manual_seed(seed)

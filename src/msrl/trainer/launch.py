@@ -88,6 +88,7 @@ class LocalRanks:
         self._target, self._payload, self._platform = target, payload, platform
         self.num_ranks, self._silence_s = num_ranks, silence_s
         self.init_method = ""  # known once the ranks are started
+        # PYTHONSAFEPATH: no file in the working folder replaces a module of a rank.
         self._env = {**platform.worker_environment(num_ranks), **(env or {}), "PYTHONSAFEPATH": "1"}
         self._processes: list[RankProcess] = []
         self._template: RankTemplate | None = None
@@ -127,6 +128,7 @@ class LocalRanks:
                     start_new_session=True,
                 )
                 self._processes.append(process)
+        # With a copy of its end here, the pipe of a dead rank would never report its end.
         for _, rank_end in pipes:
             rank_end.close()
 
@@ -304,6 +306,7 @@ def _fork(num_ranks: int, job: Path, arguments: Sequence[str], platform: Platfor
     def run(rank: int) -> None:
         end_with_parent(template)
         for descriptor in pipes:
+            # A copy in another rank would keep the pipe of a dead rank open.
             if descriptor != pipes[rank]:
                 os.close(descriptor)
         _run(rank, num_ranks, job, pipes[rank], prepare)

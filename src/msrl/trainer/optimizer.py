@@ -88,6 +88,7 @@ def clip_gradients(chain: ChainedOptimizer, max_norm: float) -> float:
     Returns the norm before.
     """
     norm = float(chain.get_grad_norm() or 0.0)
+    # `clip_grad_by_total_norm_fp32` takes a norm that includes the gradients of all optimizers.
     for optimizer in active_optimizers(chain):
         clip_grad_by_total_norm_fp32(
             cast("list[Tensor]", optimizer.get_parameters()), max_norm, norm

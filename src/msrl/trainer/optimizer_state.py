@@ -45,10 +45,12 @@ def collect(replica: ModelReplica) -> Iterator[tuple[str, Tensor]]:
     """
     for name, parameter in trained_parameters(replica.model):
         owned = _owned_range(replica.optimizer, parameter)
+        # Megatron's wrapper reads this mark: experts have copies on other ranks than other weights.
         group = (
             groups.dp_group() if getattr(parameter, "allreduce", True) else groups.expert_dp_group()
         )
         for kind in kinds(replica.position.dtype):
+            # Each element is set by the one rank that owns it, so the sum over ranks is the state.
             full = torch.zeros(parameter.numel(), dtype=torch.float32, device=parameter.device)
             if owned is not None:
                 moments = owned.state.get(owned.main, {})  # empty before the first update

@@ -125,6 +125,7 @@ class TrainingRank:
 
         See `ModelReplica.minimize`.
         """
+        # The critic has its own optimizer and no models to compare with.
         if request.model == "critic":
             return self._trained_critic().update(micro_batches, request)
         loss = cast("Loss | StepLoss", request.loss)
@@ -222,7 +223,7 @@ class TrainingRank:
     def onload(self) -> None:
         """Onload the parameters of the policy, the reference, the critic and the teachers.
 
-        Reward models stay offloaded until `scores` uses them.
+        Reward models stay offloaded until a request uses them.
         """
         for replica in (self._policy, self.reference, self.critic, *self.teachers.values()):
             if replica is not None:

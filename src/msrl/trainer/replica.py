@@ -259,9 +259,12 @@ class ModelReplica:
 
         Returns their norm, and True if they were skipped.
         """
+        # In place of Megatron's scheduler: the driver computes the rate of every update.
         for group in self.optimizer.param_groups:
             group["lr"] = lr
+        # The parts of MegatronOptimizer.step (0.16.1), with the guard between norm and update.
         self.optimizer.prepare_grads()
+        # Without a limit too: the norm is a metric, and shows whether the gradient is finite.
         grad_norm = clip_gradients(self.optimizer, grad_clip or float("inf"))
         is_skipped = self.guard.must_skip(grad_norm, micro_batches)
         if not is_skipped:
@@ -308,6 +311,7 @@ class ModelReplica:
             output = chunk(batch.tokens, batch.packed, batch.mask, gives_hidden=gives_hidden)
             return output, functools.partial(self._loss, _ignore if is_filler else finish, batch)
 
+        # Megatron's wrapper collects gradients, which only training passes have.
         chunks = (
             self.wrapped
             if is_training and self.wrapped is not None
@@ -322,6 +326,7 @@ class ModelReplica:
                 links=self.links,
                 forward_only=not is_training,
             )
+        # Without the values of fillers, which follow the micro-batches.
         return values[: len(micro_batches)]
 
     def _to_device(

@@ -81,6 +81,7 @@ def _split_experts(replica: ModelReplica) -> Iterator[tuple[str, Tensor]]:
         for each in stage_tensors(replica.shape, replica.position.layout, replica.position.coords)
         if not each.is_tied_copy
     ]
+    # Further ranks of the stage hold copies of these shards.
     if replica.position.stage_rank < replica.position.layout.tp:
         for each in placed:
             if each.rule.expert is None:

@@ -210,6 +210,7 @@ class EpisodeRunner:
         self._await(name, self._environments.step(name, text, is_truncated=not is_complete))
 
     def _await(self, name: str, future: Future[Any]) -> None:
+        # Called in a thread of the environments, hence the queue of replies.
         future.add_done_callback(partial(self._put_reply, name))
 
     def _put_reply(self, name: str, future: Future[Any]) -> None:

@@ -179,6 +179,7 @@ class GroupBuffer(Generic[Group]):
             version: Policy version of the engines, which samples the first token of these groups.
         """
         running = self.count("running")
+        # Groups that were filtered out do not count, so that others start in their places.
         accepted = self._taken + self.count("scoring") + self.count("finished")
         count = admission(
             self._max_running, running, self._staleness, version, self._batch, accepted

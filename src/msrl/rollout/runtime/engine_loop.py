@@ -342,6 +342,7 @@ class EngineLoop:
                 self._abort(key)
         except BaseException as error:
             with self._condition:
+                # The next call of another thread raises it.
                 self._error = error
                 self._condition.notify_all()
 
@@ -382,6 +383,7 @@ class EngineLoop:
             for key in aborted:
                 self._incoming = [request for request in self._incoming if request.key != key]
             is_running = any(key not in aborted for key in self._groups)
+            # New requests wait too. Otherwise requests would always be running.
             if self._update is not None and self._waits_for_requests and is_running:
                 return [], aborted, None
             update, self._update = self._update, None
@@ -432,6 +434,7 @@ class EngineLoop:
                 self._start_turn(TurnRequest(name, request.prompt, sampling, seed))
 
     def _start_turn(self, turn: TurnRequest) -> None:
+        # The version is the salt: no prompt reuses keys and values of older weights.
         self._engine.add_request(
             turn.name, turn.prompt, turn.sampling, turn.seed, str(self._version)
         )

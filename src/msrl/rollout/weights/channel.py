@@ -85,12 +85,14 @@ class WeightChannel:
             receivers = [stack.enter_context(self._accept(version)) for _ in range(num_receivers)]
             count = 0
             for bucket in pack(shards, version, self._free_buckets(receivers)):
+                # Receivers map the same memory, so a message only describes the bucket.
                 message = _describe(bucket)
                 count += 1
                 for receiver in receivers:
                     receiver.send(message)
             for receiver in receivers:
                 receiver.send(_END)
+            # `_free_buckets` has waited for all buckets but the last ones.
             for _ in range(min(count, NUM_BUCKETS)):
                 _wait_until_read(receivers)
 
@@ -107,8 +109,8 @@ class WeightChannel:
     def _accept(self, version: int) -> _Connection:
         """Return the connection of the next receiver of this version.
 
-        Connections of receivers that waited for an earlier version and have ended are closed, and
-        connections of other users.
+        Closes connections of other users, and of receivers that waited for an earlier version and
+        have ended.
         """
         deadline = time.monotonic() + self._timeout_s
         while True:
@@ -152,6 +154,7 @@ def receive(address: ChannelAddress, version: int, timeout_s: float) -> Iterator
         while (message := connection.receive()) != _END:
             chunks = tuple([ShardRows.from_json(chunk) for chunk in message["chunks"]])
             yield Bucket(message["version"], chunks, memory[message["begin"] : message["end"]])
+            # The consumer has finished with the bucket: the sender may fill its memory again.
             connection.send(_READ)
 
 

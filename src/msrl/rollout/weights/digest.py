@@ -181,7 +181,7 @@ def _positions(number: int, shape: tuple[int, ...]) -> tuple[Tensor, Tensor]:
 def _piece_value(
     words: NDArray[np.unsignedinteger], rows: Tensor, columns: Tensor
 ) -> tuple[int | None, int]:
-    """Return the number of a piece's Hugging Face tensor and its mapping of the digest.
+    """Return the number of a piece's Hugging Face tensor and its part of the digest.
 
     The number is None for padding, which belongs to no tensor.
 

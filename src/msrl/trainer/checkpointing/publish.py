@@ -192,6 +192,7 @@ class Publication:
 
     def _records(self, staged: Path) -> dict[str, Record]:
         """Wait for the lists of all ranks, remove them, and return the records of all files."""
+        # A rank writes its list last, so all of its files are complete.
         lists = [staged / _part_file(rank) for rank in range(self.num_parts)]
         while not all(path.is_file() for path in lists):
             time.sleep(_POLL_S)

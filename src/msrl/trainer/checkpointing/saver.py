@@ -60,6 +60,7 @@ class Saver:
             raise self._save_error(step, error) from error
 
     def _begin(self, step: int, extra: Mapping[str, Any], retention: Retention) -> None:
+        # At most one save is in progress: each holds a copy of the model.
         self._join()
         files, publication = checkpoints.begin(
             self._rank,

@@ -93,6 +93,7 @@ def begin(
     if is_first:
         prepare_folders(root, step)
     dist.barrier()
+    # Now the folders exist that all ranks write to.
     files = _rank_files(rank, root, step, keeps_copy=keeps_copy)
     updates = [optimizer_state.num_updates(replica) for replica in trained]
     if not is_first:

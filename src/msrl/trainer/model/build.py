@@ -77,16 +77,21 @@ def transformer_config(
         pipeline_dtype=dtype,
         params_dtype=dtype,
         bf16=dtype == torch.bfloat16,
+        # Otherwise Megatron creates weights on `torch.cuda.current_device()`.
         use_cpu_initialization=device.type == "cpu",
+        # Every weight is filled from a checkpoint or by `RandomSource`.
         perform_initialization=False,
+        # Pipeline stages exchange the sizes of tensors: packed micro-batches differ in length.
         variable_seq_lengths=True,
         # The default refuses sequences of differing lengths, even without experts.
         moe_token_dispatcher_type="alltoall",
+        # Otherwise the schedules divide each loss by the number of micro-batches.
         calculate_per_token_loss=True,
         persist_layer_norm=False,
         bias_activation_fusion=False,
         bias_dropout_fusion=False,
         masked_softmax_fusion=False,
+        # It needs a CUDA extension of Apex (ColumnParallelLinear.__init__).
         gradient_accumulation_fusion=False,
         deallocate_pipeline_outputs=True,
         **_recompute_settings(recompute),
@@ -306,7 +311,7 @@ def mark_expert_copy(parameter: Tensor) -> None:
 def freeze(model: torch.nn.Module, shape: Shape, layout: Layout, patterns: Sequence[str]) -> None:
     """Freeze the parameters that the patterns select.
 
-    Raises MsrlError as `models.select.chosen` does.
+    Raises MsrlError as `models.select.select_names` does.
     """
     names = select_names(shape, patterns, key="train.freeze")
     parameters = dict(model.named_parameters())
@@ -329,6 +334,7 @@ def wrap(model: torch.nn.Module, platform: Platform) -> list[DistributedDataPara
         grad_reduce_in_fp32=True,
         use_distributed_optimizer=True,
         overlap_grad_reduce=platform.overlap_communication,
+        # `GradientGuard` decides about gradients that are not finite. Megatron would end the run.
         check_for_nan_in_grad=False,
     )
     chunks = cast("list[PolicyModel]", virtual_stages(model))
@@ -338,6 +344,7 @@ def wrap(model: torch.nn.Module, platform: Platform) -> list[DistributedDataPara
         for number, chunk in enumerate(chunks)
     ]
     config.finalize_model_grads_func = functools.partial(_finalize)
+    # The schedules enter it until the last micro-batch, so that gradients are reduced once.
     config.no_sync_func = (
         wrapped[0].no_sync if len(wrapped) == 1 else [chunk.no_sync for chunk in wrapped]
     )  # pyright: ignore[reportAttributeAccessIssue] - Megatron takes a list too
@@ -360,4 +367,5 @@ def unwrap(wrapped: Sequence[DistributedDataParallel]) -> None:
 def _finalize(
     model: list[torch.nn.Module], num_tokens: Tensor | None = None, **kwargs: Any
 ) -> None:
+    # With a count, Megatron would divide the gradients by it: losses have their divisors already.
     finalize_model_grads(model, None, **kwargs)
