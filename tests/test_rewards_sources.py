@@ -98,7 +98,7 @@ def test_a_function_of_the_user_scores_with_its_options_and_the_columns_of_the_r
 @pytest.mark.parametrize(
     ("name", "options", "fragments"),
     [
-        ("own.py", {}, ("path/file.py:function",)),
+        ("own.py", {}, ("path/file.py:NAME",)),
         ("nowhere.py:f", {}, ("nowhere.py", "file")),
         ("own.py:longr", {}, ("longr", "'longer'")),
         ("own.py:longer", {"then": 3}, ("then", "option", "'than'")),

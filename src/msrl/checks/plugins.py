@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator
 
 from msrl import registry
+from msrl.config.effects import ROLLOUTS
 from msrl.config.loader import Resolved
 from msrl.config.unsupported import not_yet
 from msrl.errors import nearest
+from msrl.registry import own
 from msrl.registry.declarations import declaration
 
 
@@ -15,7 +17,10 @@ def check_plugin_name(
     resolved: Resolved, key: str, package: str, name: str, aliases: Iterable[str] = ()
 ) -> Iterator[str]:
     """Check that a package has a plugin with this name."""
-    if name not in (*registry.names(package), *aliases):
+    if package in registry.MAIN_FUNCTIONS and own.is_own(name):
+        if problem := own.mistake(name):
+            yield resolved.mistake(key, problem)
+    elif name not in (*registry.names(package), *aliases):
         yield resolved.mistake(
             key, not_yet(key, name) or registry.no_plugin(package, name, aliases)
         )
@@ -67,3 +72,32 @@ def _range_text(low: float, high: float | None) -> str:
     """Describe a range. A lower bound just below 0 means that 0 is allowed."""
     lower = "at least 0" if round(low, 6) == 0 > low else f"above {low:g}"
     return f"must be {lower}" + ("" if high is None else f" and at most {high:g}")
+
+
+# Keys whose plugin may be a function in a file of the user: its package, the commands that read the
+# key, and the number of its positional parameters.
+_FUNCTIONS = {
+    "algo.advantage.estimator": (registry.ADVANTAGES, ROLLOUTS, 1),
+    "algo.distill.divergence": (registry.DIVERGENCES, ROLLOUTS, 2),
+    "algo.policy_loss": (registry.LOSSES, ROLLOUTS, 1),
+    "algo.preference.loss": (registry.PREFERENCES, ("train-dpo",), 1),
+}
+
+
+def check_own_plugins(resolved: Resolved, command: str) -> Iterator[str]:
+    """Yield a line for each function in a file of the user that does not exist or does not fit."""
+    for key, (package, commands, count) in _FUNCTIONS.items():
+        name: str = resolved.value(key)
+        if command not in commands or not own.is_own(name):
+            continue
+        if problem := own.mistake(name):
+            yield resolved.mistake(key, problem)
+            continue
+        functions = declaration(package, name, key=key).functions
+        function = functions.get(registry.MAIN_FUNCTIONS[package])
+        if function is None:
+            yield resolved.mistake(key, "is no function that the file defines. Name one.")
+        elif len(function.args.posonlyargs + function.args.args) != count:
+            arguments = "one positional argument" if count == 1 else "two positional arguments"
+            remedy = "Change the function: options are keyword-only parameters."
+            yield resolved.mistake(key, f"must take {arguments}. {remedy}")

@@ -31,6 +31,7 @@ from msrl.checks.evaluation import (
     check_sft_evaluation,
 )
 from msrl.checks.inputs import check_examples, check_prompts, check_rows
+from msrl.checks.plugins import check_own_plugins
 from msrl.checks.preference import check_preference, check_reward_model
 from msrl.checks.rewards import check_rewards
 from msrl.checks.roles import check_critic, check_roles
@@ -79,6 +80,9 @@ def check(resolved: Resolved, plan: RunPlan) -> None:
 
 def find_errors(resolved: Resolved, plan: RunPlan) -> list[str]:
     """Return one line for each error in the configuration of a planned run."""
+    own = list(check_own_plugins(resolved, plan.command))
+    if own:  # other checks read the declarations of these files
+        return own
     lines = [line for run_check in CHECKS.get(plan.command, ()) for line in run_check(resolved)]
     lines += check_effects(resolved, plan.command)
     for plan_check in PLAN_CHECKS.get(plan.command, ()):

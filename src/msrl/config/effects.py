@@ -64,19 +64,19 @@ class ReadBy:
     instead: str = ""
 
 
-_ROLLOUTS = ("train-grpo", "train-distill")
+ROLLOUTS = ("train-grpo", "train-distill")
 
 # Trainings that read a key or section. The longest entry counts.
-_SAMPLES, _ROWS = ReadBy(_ROLLOUTS), ReadBy(("train-sft", "train-dpo", "train-rm"))
-_OFFLOADED = ReadBy(_ROLLOUTS, "which needs it permanently")
+_SAMPLES, _ROWS = ReadBy(ROLLOUTS), ReadBy(("train-sft", "train-dpo", "train-rm"))
+_OFFLOADED = ReadBy(ROLLOUTS, "which needs it permanently")
 READ_BY = {
     "algo": _SAMPLES,
-    "algo.aggregate": ReadBy(("train-sft", *_ROLLOUTS)),
+    "algo.aggregate": ReadBy(("train-sft", *ROLLOUTS)),
     "algo.aggregate.tokens_per_group": _SAMPLES,
     "algo.preference": ReadBy(("train-dpo",)),
     "algo.reward_model": ReadBy(("train-rm",)),
     "cluster.roles": _SAMPLES,
-    "cluster.roles.reference": ReadBy(("train-dpo", *_ROLLOUTS)),
+    "cluster.roles.reference": ReadBy(("train-dpo", *ROLLOUTS)),
     "data.eval_fraction": _ROWS,
     "data.handler": ReadBy(("train-sft",)),
     "data.pack": _ROWS,
@@ -90,17 +90,17 @@ READ_BY = {
     "rollout.async": ReadBy(("train-grpo",), "which trains on samples of the current policy"),
     "rollout.filter": ReadBy(("train-grpo",)),
     "train.chunk": ReadBy(
-        ("train-sft", "train-dpo", *_ROLLOUTS), "which computes no logits over the vocabulary"
+        ("train-sft", "train-dpo", *ROLLOUTS), "which computes no logits over the vocabulary"
     ),
-    "train.forward_micro_batch": ReadBy(("train-dpo", *_ROLLOUTS)),
+    "train.forward_micro_batch": ReadBy(("train-dpo", *ROLLOUTS)),
     "train.global_batch": ReadBy(_ROWS.commands, instead="rollout.prompts_per_step"),
     "train.offload.grads": _OFFLOADED,
     "train.offload.params": _OFFLOADED,
     "train.updates": _SAMPLES,
-    "train.updates.samples_per_update": ReadBy(_ROLLOUTS, instead="train.global_batch"),
+    "train.updates.samples_per_update": ReadBy(ROLLOUTS, instead="train.global_batch"),
 }
 
-_EVALUATIONS = Needs(("eval.every_steps", "eval.at_start"), commands=_ROLLOUTS)
+_EVALUATIONS = Needs(("eval.every_steps", "eval.at_start"), commands=ROLLOUTS)
 _SCORES = Needs(("reward.sources",), why="because the environment decides")
 _EXAMPLES = Needs(("data.handler",), (None,), "which splits text into rows")
 _MODES = ("algo.aggregate.mode", "algo.value.aggregate")
@@ -135,7 +135,7 @@ def _recompute(granularity: str) -> Needs:
 def _separate(role: str) -> Needs:
     key = f"cluster.roles.{role}.devices"
     why = "because the model shares layout and micro-batches of the policy"
-    return Needs((key,), why=why, commands=_ROLLOUTS)
+    return Needs((key,), why=why, commands=ROLLOUTS)
 
 
 # Needs of a key or section. All of them must be met, and those of the sections around it.
@@ -174,7 +174,7 @@ NEEDS: dict[str, tuple[Needs | NeedsPlugin, ...]] = {
         for role in ("reference", "critic", "reward")
         for name in ("parallel", "micro_batch")
     },
-    "cluster.roles.reference": (Needs(_KL, commands=_ROLLOUTS),),
+    "cluster.roles.reference": (Needs(_KL, commands=ROLLOUTS),),
     "cluster.tls.cert": (
         Needs(("cluster.address",), why="because a run on one machine listens on loopback"),
     ),

@@ -144,6 +144,7 @@ _WORDS = {
     "bool_type": "true or false",
     "string_type": "text",
     "string_too_short": "not empty",
+    "string_pattern_mismatch": "path/file.py:NAME",
     "tuple_type": "a list",
     "day_form": "a day in the form YYYY-MM-DD, such as 2024-07-26",
 }

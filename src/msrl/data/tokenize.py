@@ -25,7 +25,6 @@ from msrl.data.preferences import fit
 from msrl.data.render import Renderer
 from msrl.data.rows.formats import hint
 from msrl.data.rows.keys import check_row, without_keys
-from msrl.data.rows.own_handler import is_own
 from msrl.data.rows.preference import refuse_preference
 from msrl.data.rows.scores import check_order
 from msrl.data.rows.steps import StepTokens
@@ -33,6 +32,7 @@ from msrl.data.rows.turn_lists import with_turn_lists
 from msrl.data.spans import encode_texts
 from msrl.data.tokenizer import TextTokenizer
 from msrl.errors import MsrlError
+from msrl.registry.own import is_own
 from msrl.thoughts import split_thought, without_thought
 from msrl.types import (
     Bools,

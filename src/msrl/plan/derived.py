@@ -182,7 +182,7 @@ def preference_plan(config: Config) -> PreferencePlan:
     plugin = declaration(registry.PREFERENCES, section.loss, key="algo.preference.loss")
     return PreferencePlan(
         name=section.loss,
-        beta=plugin.constant("BETA") if section.beta is None else section.beta,
+        beta=plugin.constant("BETA", 0.1) if section.beta is None else section.beta,
         sft_coef=section.sft_coef,
         options=section.options,
         data=plugin.constant("DATA", "pairs"),

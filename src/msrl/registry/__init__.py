@@ -17,6 +17,7 @@ from typing import Any, cast, get_type_hints
 
 import msrl
 from msrl.errors import MsrlError, nearest, validation_problem
+from msrl.registry import own
 
 # Packages of plugins. `names` lists their files without an import, so that the schema of the
 # configuration can offer the plugins of packages above it as choices.
@@ -31,6 +32,15 @@ PREFERENCES = "msrl.algorithms.preference"
 TOOL_FORMATS = "msrl.environments.tool_formats"
 TRACKERS = "msrl.tracking.trackers"
 VERIFIERS = "msrl.rewards.verifiers"
+# Functions of plugins that may also be in a file of the user; a tool format is an object.
+MAIN_FUNCTIONS = {
+    ADVANTAGES: "advantages",
+    DIVERGENCES: "divergence",
+    LOSSES: "policy_loss",
+    PREFERENCES: "preference_loss",
+    TOOL_FORMATS: "",
+    VERIFIERS: "score",
+}
 _INTERFACE = "base"  # module of a plugin package that defines what its plugins implement
 
 
@@ -59,18 +69,22 @@ def no_plugin(package: str, name: str, aliases: Iterable[str] = ()) -> str:
 
 
 def load(package: str, name: str, *, key: str) -> ModuleType:
-    """Return the module of plugin `name`.
+    """Return the module of plugin `name`, or of `path/file.py:NAME`.
 
     Raises:
         MsrlError: the plugin does not exist. The message names the configuration `key`.
     """
+    if package in MAIN_FUNCTIONS and own.is_own(name):
+        return own.load(name, MAIN_FUNCTIONS[package], key)
     require(package, name, key=key)
     return importlib.import_module(f"{package}.{name}")
 
 
 def require(package: str, name: str, *, key: str) -> None:
-    """Raise MsrlError, with the configuration `key`, if the package has no plugin of this name."""
-    if name not in names(package):
+    """Raise MsrlError, with the configuration `key`, if there is no plugin of this name."""
+    if package in MAIN_FUNCTIONS and own.is_own(name):
+        own.require(name, key)
+    elif name not in names(package):
         raise MsrlError(f"{key}={name}: {no_plugin(package, name)}")
 
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, Union
 
 from msrl import registry
+from msrl.registry import own
 
 
 def declaration(package: str, name: str, *, key: str) -> Declaration:
@@ -21,6 +22,9 @@ def declaration(package: str, name: str, *, key: str) -> Declaration:
         MsrlError: the plugin does not exist. The message names the configuration `key`.
     """
     registry.require(package, name, key=key)
+    if own.is_own(name):
+        file, attribute = own.split(name)
+        return _read(file, {attribute: registry.MAIN_FUNCTIONS[package]})
     return _declaration(package, name)
 
 
@@ -106,9 +110,14 @@ def _literal(expression: ast.expr) -> Any:
 
 @functools.cache
 def _declaration(package: str, name: str) -> Declaration:
-    path = registry.folder(package) / f"{name}.py"
-    tree = ast.parse(path.read_text(encoding="utf-8"), str(path))
-    functions = {node.name: node for node in tree.body if isinstance(node, ast.FunctionDef)}
+    return _read(str(registry.folder(package) / f"{name}.py"), {})
+
+
+def _read(file: str, main: Mapping[str, str]) -> Declaration:
+    """Return the declarations of a file. `main` has the plugin's name of a function by its own."""
+    tree = own.parse(file)
+    definitions = [node for node in tree.body if isinstance(node, ast.FunctionDef)]
+    functions = {main.get(node.name, node.name): node for node in definitions}
     constants, aliases = dict[str, object](), dict[str, ast.expr]()
     for node in tree.body:
         if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):

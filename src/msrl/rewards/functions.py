@@ -10,13 +10,12 @@ refused.
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 
 from msrl.errors import nearest
+from msrl.registry import own
 
-_Definition = ast.FunctionDef | ast.AsyncFunctionDef
 RESPONSE = ("response", "solution_str", "completion")
 ANSWER = ("answer", "ground_truth")
 COLUMNS = ("extra", "extra_info", "data_source")
@@ -96,31 +95,16 @@ class Signature:
         return f"({', '.join([*names, *(['**kwargs'] if self.has_more else [])])})"
 
 
-def split(function: str) -> tuple[str, str]:
-    """Split `path/file.py:function` into the path and the name of the function."""
-    file, _, name = function.rpartition(":")
-    return file, name
-
-
 def mistake(function: str, options: Mapping[str, object]) -> str | None:
     """Return the reason why a function cannot be called with these options.
 
     Returns None if the source text shows no problem.
     """
-    file, name = split(function)
-    if not file or not name.isidentifier():
-        return "must be path/file.py:function"
-    if not Path(file).is_file():
-        return f"file {file} does not exist"
-    try:
-        tree = ast.parse(Path(file).read_bytes(), file)
-    except (SyntaxError, ValueError) as error:
-        return f"{file} is not Python: {error}"
-    definitions = dict(_module_names(tree.body))
-    if name not in definitions:
-        hint = nearest(name, definitions) if definitions else "it defines nothing"
-        return f"{file} defines no {name}; {hint}"
-    definition = definitions[name]
+    problem = own.mistake(function)
+    if problem is not None:
+        return problem
+    file, name = own.split(function)
+    definition = own.definitions(own.parse(file))[name]
     if definition is None:
         return None  # imported or assigned; its process checks it before the first call
     return signature_mistake(name, _signature(definition.args), options)
@@ -158,17 +142,3 @@ def _signature(parameters: ast.arguments) -> Signature:
     named = {*positional, *keywords} - {argument.arg for argument in parameters.posonlyargs}
     has_more = parameters.kwarg is not None
     return Signature(tuple(positional), frozenset(named), frozenset(required), has_more)
-
-
-def _module_names(body: Iterable[ast.stmt]) -> Iterable[tuple[str, _Definition | None]]:
-    """Yield the names that a module binds at its top level; functions with their definition."""
-    for statement in body:
-        if isinstance(statement, _Definition):
-            yield statement.name, None if statement.decorator_list else statement
-        elif isinstance(statement, ast.ClassDef):
-            yield statement.name, None
-        elif isinstance(statement, ast.ImportFrom | ast.Import):
-            yield from ((alias.asname or alias.name, None) for alias in statement.names)
-        elif isinstance(statement, ast.Assign):
-            names = [target for target in statement.targets if isinstance(target, ast.Name)]
-            yield from ((target.id, None) for target in names)

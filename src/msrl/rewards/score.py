@@ -96,7 +96,7 @@ def check_functions(sources: Sequence[Source]) -> None:
     functions = [
         source.worker_function(number)
         for number, source in enumerate(sources)
-        if source.function is not None
+        if source.own_function is not None
     ]
     if functions:
         with Pool(functions, num_workers=1) as pool:

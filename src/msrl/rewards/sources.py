@@ -13,6 +13,8 @@ from msrl.errors import ManyErrors, MsrlError
 from msrl.models.families import shape_from_config
 from msrl.models.hf_config import ReadConfig, read_hf_config
 from msrl.models.paths import config_dir, runs_on_ranks
+from msrl.registry import own
+from msrl.registry.declarations import declaration
 from msrl.rewards import functions
 from msrl.rewards.models.on_ranks import RankModel
 from msrl.rewards.models.server import RewardModel
@@ -38,12 +40,18 @@ class Source(RewardSource):
         return next((kind for kind in KINDS if getattr(self, kind) is not None), "")
 
     @property
+    def own_function(self) -> str | None:
+        """Function or verifier in a file of the user, as `path/file.py:NAME`, or None."""
+        is_own_verifier = self.verifier is not None and own.is_own(self.verifier)
+        return self.verifier if is_own_verifier else self.function
+
+    @property
     def label(self) -> str:
         """Name of the source in metrics and rollouts."""
         if self.name is not None:
             return self.name
-        if self.function is not None:
-            return functions.split(self.function)[1]
+        if self.own_function is not None:
+            return own.split(self.own_function)[1]
         return {"url": "remote", "model": "reward_model"}.get(self.kind) or str(self.verifier)
 
     @property
@@ -62,15 +70,24 @@ class Source(RewardSource):
         """Score of a failed call that counts as wrong."""
         if self.wrong is not None:
             return self.wrong
-        return float(self.module.WRONG) if self.verifier is not None else 0.0
+        return float(self._constant("WRONG", 0.0))
 
     @property
     def needs_answer(self) -> bool:
-        return self.verifier is not None and bool(self.module.NEEDS_ANSWER)
+        return bool(self._constant("NEEDS_ANSWER", False))
+
+    def _constant(self, name: str, default: Any) -> Any:
+        """Return a constant of the verifier's file, or the default."""
+        if self.verifier is None:
+            return default
+        if self.own_function is None:
+            return getattr(self.module, name)
+        plugin = declaration(registry.VERIFIERS, self.verifier, key="verifier")
+        return plugin.constant(name, default)
 
     def answer_refusal(self, answer: str) -> str | None:
         """Return the reason why the verifier cannot use this ground truth, or None."""
-        if self.verifier is None:
+        if self.verifier is None or self.own_function is not None:
             return None
         refusal = getattr(self.module, "answer_refusal", None)
         return refusal(answer, **self.options) if refusal else None
@@ -120,10 +137,9 @@ class Source(RewardSource):
 
     def worker_function(self, number: int) -> Function:
         """Return the function that the workers of the pool run for this source."""
-        if self.verifier is not None:
+        if self.own_function is None:
             return Function(self.module.__name__, "score", dict(self.options), self.limit_s)
-        assert self.function is not None
-        file, name = functions.split(self.function)
+        file, name = own.split(self.own_function)
         return Function(f"msrl_function_{number}", name, dict(self.options), self.limit_s, file)
 
 
@@ -182,10 +198,10 @@ def _source_mistakes(source: Source, read_config: ReadConfig) -> Iterator[tuple[
         return
     if source.engine is not None and source.model is None:
         yield "engine", "applies only to a model"
-    if source.function is not None:
-        message = functions.mistake(source.function, source.options)
+    if source.own_function is not None:
+        message = functions.mistake(source.own_function, source.options)
         if message:
-            yield "function", message
+            yield source.kind, message
     elif source.verifier is not None:
         yield from _verifier_mistakes(source)
     else:

@@ -76,7 +76,8 @@ class Judge:
 
 
 def _reason(source: Source, response: str, answer: str) -> str:
-    explain = getattr(source.module, "explain", None) if source.verifier is not None else None
+    module = None if source.own_function or source.verifier is None else source.module
+    explain = getattr(module, "explain", None)
     if explain is None:
         return ""
     names = _parameters(explain)

@@ -1,9 +1,9 @@
 """Run folder (`run.dir/run.name`), which contains everything that a run writes.
 
     config.yaml       the effective configuration with all keys
-    attempts.jsonl    one line per start: time, command line, versions of the stack; after its end
-                      also outcome (completed, interrupted or failed), last step and time. A killed
-                      process leaves no outcome
+    attempts.jsonl    one line per start: time, command line, versions of the stack, checksums of
+                      Python files of the user; after its end also outcome (completed, interrupted
+                      or failed), last step and time. A killed process leaves no outcome
     data.json         the rows that the run preprocessed: files, settings and digests, by their
                       names in the configuration; absent for data of `msrl preprocess`
     log.txt           all lines that the run printed, with their time
@@ -79,6 +79,7 @@ class RunFolder:
         config: Mapping[str, object],
         resume: bool = False,
         num_steps: int | None = None,
+        files: Mapping[str, str] | None = None,
         argv: Sequence[str] | None = None,
     ) -> RunFolder:
         """Open `directory/name` and record how the run was started.
@@ -92,6 +93,7 @@ class RunFolder:
             config: the configuration as plain values without secrets (`config.secrets.recorded`).
             resume: accept an existing run.
             num_steps: number of steps of the run, to be recorded.
+            files: SHA-256 of the user's Python files by path, to be recorded.
             argv: the command line, `sys.argv` by default.
 
         Raises:
@@ -103,9 +105,8 @@ class RunFolder:
         try:
             path.mkdir(parents=True, exist_ok=True)
             command = sys.argv if argv is None else argv
-            return cls._start(
-                path, _lock(path), config, command, resume=resume, num_steps=num_steps
-            )
+            details = {"num_steps": num_steps, "files": files}
+            return cls._start(path, _lock(path), config, command, details, resume=resume)
         except OSError as error:
             raise _not_writable(path, error.strerror or str(error)) from error
 
@@ -116,9 +117,9 @@ class RunFolder:
         lock: IO[str],
         config: Mapping[str, object],
         argv: Sequence[str],
+        details: Mapping[str, object],
         *,
         resume: bool,
-        num_steps: int | None,
     ) -> RunFolder:
         try:
             for left in path.rglob(".*.part"):  # by a process that was killed in `atomic_write`
@@ -127,7 +128,7 @@ class RunFolder:
             if not resume:
                 _refuse_used(path)
             _write_config(path, config, attempt)
-            _record_attempt(path, attempt, argv, num_steps)
+            _record_attempt(path, attempt, argv, details)
         except BaseException:
             lock.close()
             raise
@@ -343,7 +344,9 @@ def resume_command(path: Path) -> str | None:
     return shlex.join(["msrl", *words, "--resume", "auto"])
 
 
-def _record_attempt(path: Path, attempt: int, argv: Sequence[str], num_steps: int | None) -> None:
+def _record_attempt(
+    path: Path, attempt: int, argv: Sequence[str], details: Mapping[str, object]
+) -> None:
     row = {
         "attempt": attempt,
         "started": datetime.now(timezone.utc).isoformat(timespec="seconds"),
@@ -351,7 +354,7 @@ def _record_attempt(path: Path, attempt: int, argv: Sequence[str], num_steps: in
         "host": socket.gethostname(),
         "pid": os.getpid(),
         "versions": stack_versions(),
-        **({"num_steps": num_steps} if num_steps is not None else {}),
+        **{name: value for name, value in details.items() if value},
     }
     rows = [*read_attempts(path), row]
     write_text(path / ATTEMPTS, "".join(json.dumps(row) + "\n" for row in rows))

@@ -28,7 +28,6 @@ from msrl.data.handlers import make_handler
 from msrl.data.manifest import KEYS, TEXTS, bad_rows_path, reason_text
 from msrl.data.native import shows_date, with_date
 from msrl.data.render import Renderer, make_renderer
-from msrl.data.rows.own_handler import is_own
 from msrl.data.rows.steps import step_tokens
 from msrl.data.templates.files import load_template, template_names
 from msrl.data.templates.form import Template
@@ -37,6 +36,7 @@ from msrl.data.tokenizer import TextTokenizer, open_tokenizer, vocab_hash
 from msrl.data.writer import DatasetWriter, check_prefix
 from msrl.errors import MsrlError
 from msrl.processes.parent import end_with_parent
+from msrl.registry.own import is_own
 from msrl.types import DatasetManifest
 from msrl.workflows.shown_examples import ShownExample, print_examples, show_rows
 from msrl.workflows.training.interrupts import children_ignore_interrupts

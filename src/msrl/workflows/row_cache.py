@@ -29,7 +29,7 @@ from msrl.data.files.location import names_rows
 from msrl.data.files.readers import find_files
 from msrl.data.integrity import refuse_damaged
 from msrl.data.manifest import TEXTS, manifest_path, read_manifest
-from msrl.data.rows.own_handler import imported_names, is_own
+from msrl.data.rows.own_handler import imported_names
 from msrl.data.templates.files import load_template
 from msrl.errors import ManyErrors, MsrlError
 from msrl.files import take_lock, why_not_writable, write_text
@@ -37,6 +37,7 @@ from msrl.limits import printable
 from msrl.models.paths import config_dir
 from msrl.plan.derived import data_kind
 from msrl.plan.run_plan import DatasetPlan, RunPlan
+from msrl.registry.own import is_own
 from msrl.temporary import owned_folder
 from msrl.tracking.progress import Progress, progress
 from msrl.tracking.run import stack_versions

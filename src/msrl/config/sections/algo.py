@@ -27,12 +27,13 @@ from msrl.config.unsupported import not_yet
 
 def _supported(key: str, package: str) -> OneOf:
     """Return the plugins of a package except those that this version refuses."""
-    return OneOf(tuple(name for name in registry.names(package) if not not_yet(key, name)))
+    names = tuple(name for name in registry.names(package) if not not_yet(key, name))
+    return OneOf(names, takes_file=True)
 
 
 Estimator = Annotated[str, _supported("algo.advantage.estimator", registry.ADVANTAGES)]
-DivergenceName = Annotated[str, OneOf(registry.names(registry.DIVERGENCES))]
-PreferenceLossName = Annotated[str, OneOf(registry.names(registry.PREFERENCES))]
+DivergenceName = Annotated[str, OneOf(registry.names(registry.DIVERGENCES), takes_file=True)]
+PreferenceLossName = Annotated[str, OneOf(registry.names(registry.PREFERENCES), takes_file=True)]
 AggregationMode = Literal[
     "token-mean",
     "seq-mean-token-mean",
@@ -55,7 +56,9 @@ _WithLambda: type[Section] = create_model("_WithLambda", __base__=Section, **_KE
 class AdvantageConfig(_WithLambda):
     """Computation of advantages from rewards."""
 
-    estimator: Estimator = Field(default="group_norm", description="Advantage estimator.")
+    estimator: Estimator = Field(
+        default="group_norm", description="Advantage estimator: a name, or path/file.py:NAME."
+    )
     gamma: Fraction = Field(
         default=1.0,
         description="Discount factor per token of reinforce, reinforce_pp and gae. "
@@ -309,8 +312,8 @@ class PreferenceConfig(Section):
 
     loss: PreferenceLossName = Field(
         default="dpo",
-        description="Preference loss. simpo, orpo and cpo need no reference model, and kto trains "
-        "on labeled answers instead of pairs.",
+        description="Preference loss: a name, or path/file.py:NAME. simpo, orpo and cpo need no "
+        "reference model, and kto trains on labeled answers instead of pairs.",
     )
     beta: Positive | None = Field(
         default=None,
@@ -434,7 +437,7 @@ class DistillConfig(Section):
     divergence: DivergenceName = Field(
         default="reverse_kl",
         description="Divergence at every response token from teachers on the ranks, over the full "
-        "vocabulary and at the sampling temperature.",
+        "vocabulary and at the sampling temperature: a name, or path/file.py:NAME.",
     )
     options: dict[str, Any] = Field(
         default_factory=dict[str, Any],
@@ -472,7 +475,9 @@ class AlgoConfig(Section):
         "its tokens' ratios (GSPO). With sequence, each token keeps its own advantage and weight "
         "(GSPO-token).",
     )
-    policy_loss: PolicyLossName = Field(default="ppo", description="Policy loss.")
+    policy_loss: PolicyLossName = Field(
+        default="ppo", description="Policy loss: a name, or path/file.py:NAME."
+    )
     options: dict[str, Any] = Field(
         default_factory=dict[str, Any],
         description="Additional options of the advantage estimator and the policy loss, by name.",

@@ -18,9 +18,14 @@ class OneOf:
     """Choices of a text value that are known only at run time, such as names of plugins."""
 
     names: tuple[str, ...]
+    takes_file: bool = False  # whether path/file.py:NAME is a value, too
 
     def __get_pydantic_core_schema__(self, source: Any, handler: Any) -> CoreSchema:
-        return core_schema.literal_schema(list(self.names))
+        choices = core_schema.literal_schema(list(self.names))
+        if not self.takes_file:
+            return choices
+        file = core_schema.str_schema(pattern=r"\.py:[^:]+$", strict=True)
+        return core_schema.union_schema([choices, file])
 
 
 def _day(value: str) -> str:

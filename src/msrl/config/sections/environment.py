@@ -54,7 +54,8 @@ class EnvironmentConfig(SingleEnvironment):
     )
     tool_format: Text | None = Field(
         default=None,
-        description="Format of tool calls in answers. Default: that of the chat template.",
+        description="Format of tool calls in answers: a name, or path/file.py:NAME. "
+        "Default: the format of the chat template.",
         examples=[*registry.names(registry.TOOL_FORMATS)],
     )
     max_turns: Count = Field(

@@ -20,7 +20,7 @@ class RewardSource(Section):
 
     verifier: Text | None = Field(
         default=None,
-        description="Name of a verifier.",
+        description="Verifier: a name, or path/file.py:NAME.",
         examples=[*registry.names(registry.VERIFIERS)],
     )
     function: Text | None = Field(

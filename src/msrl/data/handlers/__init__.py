@@ -29,6 +29,7 @@ from msrl.data.columns import ColumnMapping, make_columns
 from msrl.data.rows import own_handler
 from msrl.data.rows.preference import refuse_preference_columns
 from msrl.errors import MsrlError, nearest
+from msrl.registry import own
 
 Kind = Literal["pretrain", "sft", "prompts", "pairs", "labeled", "steps"]
 Resolved = tuple[Any, ColumnMapping, Callable[..., Any]]
@@ -102,7 +103,7 @@ class Handler:
         It returns a text (pretrain), a conversation, a row of preference data, or a text with
         labeled steps.
         """
-        if own_handler.is_own(self.name):
+        if own.is_own(self.name):
             return own_handler.converter(self.name, self.kind, self.options)
         resolve = self.resolver()
 
@@ -132,8 +133,8 @@ def handler_names() -> tuple[str, ...]:
 
 def handler_mistake(name: str) -> str | None:
     """Return the reason why there is no handler of this name, or None."""
-    if own_handler.is_own(name):
-        return own_handler.mistake(name)
+    if own.is_own(name):
+        return own.mistake(name)
     if name in REFUSED:
         return REFUSED[name]
     if name not in handler_names():
@@ -151,7 +152,7 @@ def make_handler(
     """
     if problem := handler_mistake(name):
         raise MsrlError(f"preprocess.handler={name}: {problem}")
-    if own_handler.is_own(name):
+    if own.is_own(name):
         return _own_handler(name, kind, map_keys, options)
     plugin = ALIASES.get(name, name)
     module = registry.load(__name__, plugin, key="preprocess.handler")

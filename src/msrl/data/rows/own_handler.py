@@ -25,36 +25,10 @@ from typing import Any
 from msrl import user_files
 from msrl.data.columns import DroppedRow
 from msrl.data.rows.turns import check_order, read_messages, tools_text
-from msrl.errors import MsrlError, nearest
+from msrl.errors import MsrlError
 from msrl.types import Conversation
 
 _KEYS = ("messages", "answer", "tools", "extra")
-
-
-def is_own(name: str) -> bool:
-    """Return True if a handler name is the path of a file."""
-    return ":" in name or name.endswith(".py") or "/" in name
-
-
-def mistake(name: str) -> str | None:
-    """Return the reason why the file does not define the handler, or None.
-
-    The file is parsed but not executed.
-    """
-    file, _, attribute = name.rpartition(":")
-    if not file.endswith(".py") or not attribute.isidentifier():
-        return "must be path/file.py:NAME, the name of a function or class"
-    if not Path(file).is_file():
-        return f"file {file} does not exist"
-    try:
-        tree = ast.parse(Path(file).read_bytes(), file)
-    except (SyntaxError, ValueError, RecursionError) as error:
-        return f"{file} is not Python: {error}"
-    names = [n.name for n in tree.body if isinstance(n, ast.FunctionDef | ast.ClassDef)]
-    if attribute not in names:
-        hint = nearest(attribute, names) if names else "it defines no function or class"
-        return f"{file} defines no {attribute}; {hint}"
-    return None
 
 
 def imported_names(file: Path) -> set[str]:

@@ -13,6 +13,7 @@ from msrl.environments.pool import ENVIRONMENT_COLUMN, EnvironmentPool
 from msrl.environments.tools import detect_format, unknown_format
 from msrl.errors import MsrlError, nearest
 from msrl.plan.run_plan import RunPlan
+from msrl.registry import own
 from msrl.rewards.failures import error_line
 from msrl.rollout.episodes.messages import shorten_message
 from msrl.rollout.episodes.runner import environment_row
@@ -47,7 +48,7 @@ def make_settings(
 ) -> EpisodeSettings:
     """Return the settings of episodes with a chat template; an empty one is the tokenizer's."""
     template = open_template(tokenizer_dir, chat_template, enable_thinking=section.enable_thinking)
-    tool_format = section.tool_format or detect_format(template.source) or ""
+    tool_format = own.located(section.tool_format or "") or detect_format(template.source) or ""
     opens_thought = not section.is_single_turn and template.opens_thought
     return EpisodeSettings(
         section, tokenizer_dir, chat_template, tool_format, max_prompt_tokens, opens_thought

@@ -31,7 +31,7 @@ from msrl.limits import printable
 from msrl.models.shape import Shape
 from msrl.plan.run_plan import RunPlan, resolve
 from msrl.platforms.base import Platform
-from msrl.rewards.functions import split
+from msrl.registry import own
 from msrl.rewards.score import Scorer, Scores, Source, check_functions
 from msrl.rollout.engine import EngineSettings, check_stops
 from msrl.rollout.episodes.settings import EpisodeSettings
@@ -224,8 +224,9 @@ def scoring_files(config: Config) -> dict[str, str]:
     """Return digests of the user's files that score answers or run episodes, by key and path."""
     digests: dict[str, str] = {}
     for source in config.reward.sources:
-        if source.function is not None:
-            file = Path(split(source.function)[0])
+        name = source.function or source.verifier or ""
+        if own.is_own(name):
+            file = Path(own.split(name)[0])
             digests[f"reward.sources: {file}"] = digest_of_ends([(file.name, file)])
         elif source.model is not None:
             model = Path(source.model)

@@ -11,6 +11,7 @@ from msrl.data.order import BlendOrder, RowOrder
 from msrl.plan.derived import PreferencePlan, preference_plan
 from msrl.plan.run_plan import RunPlan
 from msrl.platforms.base import Platform
+from msrl.registry import own
 from msrl.tracking.plots import CURVES
 from msrl.trainer.objective.preference import PreferenceLoss
 from msrl.trainer.objective.requests import UpdateRequest
@@ -106,7 +107,9 @@ class PreferenceSteps:
     ) -> None:
         self._job, self._trainers = job, trainers
         self._plan, self._stored = loss, stored
-        self._loss = PreferenceLoss(loss.name, loss.beta, loss.sft_coef, options=dict(loss.options))
+        self._loss = PreferenceLoss(
+            own.located(loss.name), loss.beta, loss.sft_coef, options=dict(loss.options)
+        )
         self._reference = self.reference(job.train)
         self.evaluator: PreferenceEvaluator | None = None
         if job.held_out is not None:

@@ -13,6 +13,7 @@ from msrl.algorithms.rollout_arrays import RolloutArrays
 from msrl.algorithms.selection import Flags
 from msrl.config.sections.algo import DistillConfig, TeacherConfig
 from msrl.errors import MsrlError
+from msrl.registry import own
 from msrl.rewards.sources import TAG
 from msrl.trainer.objective.losses import Distillation, teacher_weight
 from msrl.types import Floats, Prompt
@@ -23,7 +24,8 @@ def distillation(section: DistillConfig) -> Distillation | None:
     if not section.on_ranks:
         return None
     weights = {teacher.name: teacher.weight for teacher in section.on_ranks}
-    return Distillation(section.coef, weights, section.divergence, section.options)
+    divergence = own.located(section.divergence)
+    return Distillation(section.coef, weights, divergence, section.options)
 
 
 def teaches(teacher: TeacherConfig, prompt: Prompt) -> bool:

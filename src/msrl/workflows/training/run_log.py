@@ -12,6 +12,7 @@ from pathlib import Path
 from types import TracebackType
 
 from msrl.cluster.ray_loss import RayLostError, described_by
+from msrl.config.own_files import own_digests
 from msrl.config.schema import Config
 from msrl.config.secrets import recorded, redacted
 from msrl.errors import MsrlError, ProcessFailedError, RunFailedError, VerificationError
@@ -120,6 +121,7 @@ class RunLog:
             config=recorded(config),
             resume=config.checkpoint.resume != "none",
             num_steps=num_steps,
+            files=own_digests(config),
         )
         self.path = self._folder.path
         self._config = config

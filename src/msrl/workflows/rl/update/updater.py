@@ -23,6 +23,7 @@ from msrl.algorithms.packing import Sequences, gather_tokens
 from msrl.algorithms.rollout_arrays import rollout_arrays
 from msrl.config.schema import Config
 from msrl.plan.derived import critic_optimizer, needs_greedy, updates_per_step
+from msrl.registry import own
 from msrl.rewards.process import RewardSteps
 from msrl.trainer.objective.batches import BatchLimits, num_loss_tokens
 from msrl.trainer.objective.losses import PolicyLoss, ValueLoss
@@ -204,7 +205,7 @@ def policy_loss(config: Config) -> PolicyLoss:
     plugin = registry.load(registry.LOSSES, algo.policy_loss, key="algo.policy_loss").policy_loss
     return PolicyLoss(
         temperature=config.rollout.sampling.temperature,
-        policy_loss=algo.policy_loss,
+        policy_loss=own.located(algo.policy_loss),
         ratio=algo.ratio,
         clip_low=algo.clip.low,
         clip_high=algo.clip.high,
