@@ -24,7 +24,7 @@ class Other:
 
     @property
     def advice(self) -> str:
-        """What to do with a file of this system."""
+        """Action for a file of this system."""
         return (
             f"{self.name} has no importer in msrl. Its rows are read as they are: start from "
             "`msrl train-sft --model MODEL --data ROWS --dry-run` (or train-grpo, train-dpo, "

@@ -92,14 +92,14 @@ def _load(function: Function) -> _VerifierCall:
         target = getattr(importlib.import_module(function.module), function.attribute)
     else:
         target = load_function(function.file, function.module, function.attribute)
-        return bound(target, function)
+        return bind(target, function)
     verifier = partial(target, **function.options)
     if "extra" in inspect.signature(target).parameters:
         return lambda response, answer, extra: verifier(response, answer, extra=extra)
     return lambda response, answer, _: verifier(response, answer)
 
 
-def bound(target: Callable[..., Any], function: Function) -> _VerifierCall:
+def bind(target: Callable[..., Any], function: Function) -> _VerifierCall:
     """Return a user's function as a verifier that is called by the names of its parameters.
 
     Raises:

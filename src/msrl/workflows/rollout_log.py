@@ -26,7 +26,7 @@ from msrl.types import Completion, Episode, Ints, ScoredGroup
 
 RolloutFormat = Literal["jsonl", "parquet"]
 Verdicts = Sequence[Sequence[bool] | None]
-"""Whether the answers of each group are right; None if no source decides."""
+"""Verdicts on the answers of each group: True if right. None: no source decides."""
 
 _NO_EPISODE = Episode((), (), ())
 # Attributes of records by the field of the sequences that holds their values.
@@ -159,7 +159,7 @@ class RolloutLog:
             return
         all_groups = [*groups, *dropped_groups]
         verdicts = self._judge.verdicts(all_groups)
-        measured = _measured(sequences, values or {})
+        measured = _values_by_attribute(sequences, values or {})
         completions = self._completions(step, all_groups, verdicts, measured, times or {})
         if self._format == "jsonl":
             self._write_lines(self.folder, step, [item.training_row() for item in completions])
@@ -257,7 +257,7 @@ def _writing(path: Path) -> Iterator[None]:
         ) from error
 
 
-def _measured(sequences: Sequences, values: LoggedValues) -> Iterator[Mapping[str, Any]]:
+def _values_by_attribute(sequences: Sequences, values: LoggedValues) -> Iterator[Mapping[str, Any]]:
     """Yield what the trainer has computed for each sequence, by attributes of records."""
     fields = {_FIELDS[name]: rows for name, rows in sequences.fields.items() if name in _FIELDS}
     columns = {**values, **fields, "loss_mask": sequences.loss_masks}

@@ -83,7 +83,7 @@ def check(config: Config) -> None:
     elif convert.command == "lora2hf":
         _read_adapter(load, Path(convert.hf_config) if convert.hf_config else None)
     else:
-        with _opened(convert, load) as source:
+        with _open_source(convert, load) as source:
             _check_conversion(config, source, load, Path(convert.save or ""))
 
 
@@ -116,7 +116,7 @@ def _check_conversion(config: Config, source: WeightSource, load: Path, save: Pa
 def _convert(config: Config, load: Path, save: Path) -> None:
     """Convert with a progress bar, then verify."""
     torch.set_num_threads(1)  # the conversion has a thread per file
-    with _opened(config.convert, load) as source:
+    with _open_source(config.convert, load) as source:
         _convert_opened(config, source, load, save)
 
 
@@ -172,7 +172,7 @@ def _reject(written: Path) -> Path:
 
 
 @contextlib.contextmanager
-def _opened(convert: ConvertConfig, load: Path) -> Iterator[WeightSource]:
+def _open_source(convert: ConvertConfig, load: Path) -> Iterator[WeightSource]:
     """Verify the files to convert, and open the weights."""
     if convert.command == FROM_GGUF:
         with owned_folder("msrl-gguf-") as folder:  # for its config and tokenizer
