@@ -21,7 +21,7 @@ def test_the_tables_name_keys_trainings_and_plugins_that_exist():
     assert not [key for key in keys if key_facts(key) is None]
     assert {name for entry in READ_BY.values() for name in entry.commands} == {*TRAININGS}
     packages = {need.package for need in needs if not isinstance(need, Needs)}
-    assert packages == {registry.ADVANTAGES, registry.LOSSES}
+    assert packages == {registry.ADVANTAGES, registry.LOSSES, registry.PREFERENCES}
 
 
 @pytest.mark.parametrize(

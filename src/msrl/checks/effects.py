@@ -79,9 +79,11 @@ def _unmet(resolved: Resolved, key: str, command: str) -> Iterator[str]:
     plain = _unnumbered(key)
     for section, needs in NEEDS.items():
         for need in needs if _is_in(plain, (section,)) else ():
+            if need.commands and command not in need.commands:
+                continue
             if isinstance(need, NeedsPlugin):
                 yield from _plugin(resolved, need)
-            elif plain not in need.keys and (not need.commands or command in need.commands):
+            elif plain not in need.keys:
                 yield from _values(resolved, need, key)
 
 

@@ -69,18 +69,6 @@ def _reference(resolved: Resolved, plan: RunPlan) -> Iterator[str]:
             assert plan.reference is not None, "the loss needs one"
             longest = _longest_side(plan)
             yield from check_fit(resolved, key, plan, plan.reference, longest=longest)
-    else:
-        for key in (
-            "algo.preference.reference",
-            "cluster.roles.reference.load",
-            "train.forward_micro_batch",
-        ):
-            if resolved.is_changed(key) and resolved.value(key) not in (None, "on-the-fly"):
-                yield resolved.mistake(
-                    key,
-                    f"has no effect with algo.preference.loss={loss.name}, which needs no "
-                    "reference. Remove it.",
-                )
     if role.model_copy(update={"load": None}) != type(role)():
         yield (
             "cluster.roles.reference: train-dpo has no separate devices for the reference. Only "

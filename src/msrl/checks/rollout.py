@@ -116,11 +116,9 @@ def _has_weight_engine(platform: Platform, transfer: str) -> bool:
 
 
 def _check_adapters_only(resolved: Resolved) -> Iterator[str]:
-    """Yield a line if there are no adapters, or if the ranks cannot send them alone."""
-    config, key = resolved.config, "rollout.weights.adapters_only"
-    if config.train.lora.rank is None:
-        yield resolved.mistake(key, "needs LoRA adapters. Set train.lora.rank.")
-    transfer = config.rollout.weights.transfer
+    """Yield a line if the ranks cannot send the adapters alone."""
+    key = "rollout.weights.adapters_only"
+    transfer = resolved.config.rollout.weights.transfer
     if transfer in DEVICE_TRANSFERS:
         problem = "needs a transfer through main memory"
         remedy = f"rollout.weights.transfer is {transfer}. Set it to auto."

@@ -1,4 +1,4 @@
-"""Checks of trackers, profiles and the files of rollouts."""
+"""Checks of trackers and profiles."""
 
 from __future__ import annotations
 
@@ -21,17 +21,6 @@ def check_tracker_options(resolved: Resolved) -> Iterator[str]:
             yield resolved.mistake(key, f"has no effect. Add {name} to log.trackers.")
         else:
             yield from plugins.check_options(resolved, key, (registry.TRACKERS, name, _MAIN))
-
-
-def check_rollout_files(resolved: Resolved) -> Iterator[str]:
-    """Yield a line if values of tokens have no file to be written to."""
-    log = resolved.config.log
-    if log.tokens == "none":
-        return
-    if not log.save_rollouts:
-        yield resolved.mistake("log.tokens", "needs the rollout files. Set log.save_rollouts=true.")
-    elif log.rollouts != "parquet":
-        yield resolved.mistake("log.tokens", "needs the rollout record. Set log.rollouts=parquet.")
 
 
 def check_profile(resolved: Resolved) -> Iterator[str]:

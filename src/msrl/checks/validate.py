@@ -41,7 +41,7 @@ from msrl.checks.rollout import (
     check_weight_transfer,
 )
 from msrl.checks.serve import check_serve
-from msrl.checks.trackers import check_profile, check_rollout_files, check_tracker_options
+from msrl.checks.trackers import check_profile, check_tracker_options
 from msrl.checks.training import (
     check_devices,
     check_freeze,
@@ -176,7 +176,6 @@ CHECKS: dict[str, tuple[Check, ...]] = {
         check_weight_transfer,
         check_grpo_temperatures,
         check_grpo_batches,
-        check_rollout_files,
         check_engine_options,
     ),
     "train-distill": (
@@ -188,7 +187,6 @@ CHECKS: dict[str, tuple[Check, ...]] = {
         check_weight_transfer,
         check_grpo_temperatures,
         check_grpo_batches,
-        check_rollout_files,
         check_engine_options,
     ),
     "convert-ckpt": (check_convert,),

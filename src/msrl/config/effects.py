@@ -40,6 +40,7 @@ class NeedsPlugin:
         function: Function that must have `name` as a parameter; empty for a constant that is true.
         name: Name of the parameter or of the constant.
         why: Reason why the key has no effect otherwise.
+        commands: Commands that need it. Default: all that read the key.
     """
 
     key: str
@@ -47,6 +48,7 @@ class NeedsPlugin:
     function: str
     name: str
     why: str = ""
+    commands: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +115,14 @@ _ENGINES_SHARE = Needs(
 _CRITIC = NeedsPlugin(
     "algo.advantage.estimator", registry.ADVANTAGES, "", "NEEDS_VALUES", "which has no critic"
 )
+_REFERENCE = NeedsPlugin(
+    "algo.preference.loss",
+    registry.PREFERENCES,
+    "",
+    "NEEDS_REFERENCE",
+    "which needs no reference",
+    commands=("train-dpo",),
+)
 _ENVIRONMENT = Needs(("environment.name", "environment.path", "environment.mixture"))
 _ADAPTERS = Needs(("train.lora.rank",))
 _SERVER = Needs(("algo.distill.teachers.url",))
@@ -163,6 +173,7 @@ NEEDS: dict[str, tuple[Needs | NeedsPlugin, ...]] = {
             ("algo.old_logprobs",), ("trainer", "log-linear"), "whose ratio contains this weight"
         ),
     ),
+    "algo.preference.reference": (_REFERENCE,),
     "algo.reward_model.center_coef": (Needs(("algo.reward_model.kind",), ("outcome",)),),
     "algo.reward_model.reward_tokens": (Needs(("algo.reward_model.kind",), ("process",)),),
     "algo.value": (_CRITIC,),
@@ -175,6 +186,7 @@ NEEDS: dict[str, tuple[Needs | NeedsPlugin, ...]] = {
         for name in ("parallel", "micro_batch")
     },
     "cluster.roles.reference": (Needs(_KL, commands=ROLLOUTS),),
+    "cluster.roles.reference.load": (_REFERENCE,),
     "cluster.tls.cert": (
         Needs(("cluster.address",), why="because a run on one machine listens on loopback"),
     ),
@@ -198,6 +210,10 @@ NEEDS: dict[str, tuple[Needs | NeedsPlugin, ...]] = {
         for section in ("eval.sampling", "generate", "chat")
         for name in ("top_p", "top_k", "min_p")
     },
+    "log.tokens": (
+        Needs(("log.save_rollouts",), commands=ROLLOUTS),
+        Needs(("log.rollouts",), ("parquet",), commands=ROLLOUTS),
+    ),
     "reward.length.right_above": (Needs(("reward.length.coef",)),),
     "reward.overlong.factor": (Needs(("reward.overlong.buffer",)),),
     "rollout.async": (Needs(("rollout.async.max_staleness",)),),
@@ -212,8 +228,9 @@ NEEDS: dict[str, tuple[Needs | NeedsPlugin, ...]] = {
     "rollout.filter.high": (Needs(("rollout.filter.kind",), ("mean",)),),
     "rollout.filter.low": (Needs(("rollout.filter.kind",), ("mean", "std")),),
     "rollout.filter.max_refills": (Needs(("rollout.filter.refill",)),),
+    "rollout.weights.adapters_only": (_ADAPTERS,),
     **{f"train.lora.{name}": (_ADAPTERS,) for name in ("alpha", "targets", "dropout", "load")},
-    "train.forward_micro_batch": (_ONE_LIMIT,),
+    "train.forward_micro_batch": (_ONE_LIMIT, _REFERENCE),
     "train.micro_batch": (_ONE_LIMIT,),
     "train.offload.grads": (_ENGINES_SHARE,),
     "train.offload.params": (_ENGINES_SHARE,),
