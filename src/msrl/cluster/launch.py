@@ -341,6 +341,7 @@ def _command(start: _Start, temp_dir: Path) -> list[str]:
     command = [
         *python_command("-m", "ray.scripts.scripts"),
         "start",
+        # The command stays: it supervises the node's processes, and they end with it.
         "--block",
         "--log-color=false",
         "--disable-usage-stats",
@@ -353,6 +354,7 @@ def _command(start: _Start, temp_dir: Path) -> list[str]:
     command += _port_arguments(start)
     if start.kind != "head":
         return [*command, f"--address={start.address}"]
+    # The monitor is Ray's autoscaler, which has nothing to scale.
     command += ["--head", "--no-monitor", f"--port={start.address.port}"]
     if start.dashboard is None:
         return [*command, "--include-dashboard=false"]

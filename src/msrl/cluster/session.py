@@ -95,6 +95,7 @@ class PlacedWorkers:
     def _options(self, assignment: Assignment, bundle: int, share: float) -> dict[str, Any]:
         strategy = PlacementGroupSchedulingStrategy(self.groups[assignment.node], bundle, True)
         return {
+            # A bundle has devices only: an actor that requests a CPU would not fit.
             "num_cpus": 0,
             **_resource_options(self.placement.resource, share),
             "scheduling_strategy": strategy,

@@ -32,6 +32,7 @@ class SamplerChanges:
             setattr(module, _COUNT_RANKS, _no_ranks)
         sampler: Any = getattr(self.model_runner.sampler, "topk_topp_sampler", None)
         on_cpu = getattr(sampler, "forward_cpu", None)
+        # TopKTopPSampler.__init__ has selected the method of the platform.
         if on_cpu is not None and sampler.forward == on_cpu:
             assert sampler.logprobs_mode == _PROCESSED, sampler.logprobs_mode
             sampler.forward = _sample

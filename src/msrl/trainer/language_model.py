@@ -154,6 +154,7 @@ class LanguageModelReplica(ModelReplica):
         count = len(batch.labels)
         if isinstance(output, HiddenStates):
             assert self.settings.logit_chunk is not None
+            # `pad_tokens` has added rows to the output. Their results are dropped below.
             labels = F.pad(batch.labels, (0, len(output.values) - count))
             columns = self._columns(
                 len(output.output_weight), temperature, with_entropy=with_entropy
