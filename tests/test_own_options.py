@@ -24,6 +24,7 @@ PACKAGE = Path(msrl.__file__).parent
 OTHER_PROGRAMS = {
     "cluster": "ray start",
     "importers": "the systems whose files are read",
+    "checkpoint/gguf": "llama.cpp",
     "checkpoint/mcore": "MindSpeed-LLM",
     "checkpoint/prediction_layers.py": "MindSpeed-LLM",
     "errors.py": "hf download",

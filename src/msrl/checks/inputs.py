@@ -10,6 +10,7 @@ from pathlib import Path
 
 from msrl.config.loader import Resolved
 from msrl.config.messages import description
+from msrl.config.options import OPTIONS
 from msrl.config.templates import find_template
 from msrl.data.files import location
 from msrl.data.handlers import handler_mistake
@@ -23,10 +24,8 @@ def check_required(resolved: Resolved, *keys: str, choices: str = "") -> Iterato
     """Yield a line for each required key without a value; `choices` lists the valid values."""
     for key in keys:
         if resolved.value(key) in (None, ()):
-            section, name = key.split(".", 1)
-            remedy = f"Set {key}"
-            if section in ("convert", "preprocess", "generate", "chat"):
-                remedy = f"Use --{name.replace('_', '-')}"
+            option = next((option.names[0] for option in OPTIONS if option.key == key), None)
+            remedy = f"Set {key}" if option is None else f"Use {option}"
             yield f"{key}: missing. {remedy}: {description(key.split('.'))}{choices}"
 
 
