@@ -175,15 +175,15 @@ def pick(row: Any, path: str) -> Any:
     >>> pick({"a": [{"b": 1}]}, "x|a.0.b")
     1
     """
-    found = MISSING
+    result = MISSING
     for alternative in path.split("|"):
         value = _walk(row, alternative) if alternative else MISSING
         if value is MISSING:
             continue
         if not is_empty(value):
             return value
-        found = value if found is MISSING or found is None else found
-    return found
+        result = value if result is MISSING or result is None else result
+    return result
 
 
 def _refuse_several(row: Any, name: str, path: str) -> None:

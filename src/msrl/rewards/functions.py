@@ -110,23 +110,25 @@ def mistake(function: str, options: Mapping[str, object]) -> str | None:
     return signature_mistake(name, _signature(definition.args), options)
 
 
-def signature_mistake(name: str, found: Signature, options: Mapping[str, object]) -> str | None:
+def signature_mistake(name: str, signature: Signature, options: Mapping[str, object]) -> str | None:
     """Return the reason why a call of a function with this signature would be wrong, or None."""
-    answers = [answer for answer in ANSWER if answer in found.named]
-    is_known = found.is_batch or found.by_position or (found.response and len(answers) < 2)
+    answers = [answer for answer in ANSWER if answer in signature.named]
+    is_known = (
+        signature.is_batch or signature.by_position or (signature.response and len(answers) < 2)
+    )
     if not is_known:
-        return f"{name}{found} cannot be called by its names. Accepted are {ACCEPTED}"
-    known = found.named - found.own
+        return f"{name}{signature} cannot be called by its names. Accepted are {ACCEPTED}"
+    known = signature.named - signature.own
     unknown = [option for option in options if option not in known]
-    if unknown and (not found.has_more or unknown[0] in found.own):
+    if unknown and (not signature.has_more or unknown[0] in signature.own):
         hint = nearest(unknown[0], known) if known else "it takes no options"
         return f"{name} takes no option {unknown[0]}; {hint}"
-    missing = found.required - found.own - set(options)
-    if found.is_batch:
+    missing = signature.required - signature.own - set(options)
+    if signature.is_batch:
         missing &= _NEVER_SET  # others are columns of the rows
     if missing:
         return (
-            f"{name}{found}: nothing sets {sorted(missing)[0]}. Set it in options, give it a "
+            f"{name}{signature}: nothing sets {sorted(missing)[0]}. Set it in options, give it a "
             f"default, or use an accepted signature: {ACCEPTED}"
         )
     return None

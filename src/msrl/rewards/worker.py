@@ -108,44 +108,45 @@ def bind(target: Callable[..., Any], function: Function) -> _VerifierCall:
     name = function.attribute
     if isinstance(target, type) or not callable(target):
         raise NotLoadedError(f"{function.file}:{name}: is no function")
-    found = _signature(target)
-    if reason := functions.signature_mistake(name, found, function.options):
+    signature = _signature(target)
+    if reason := functions.signature_mistake(name, signature, function.options):
         raise NotLoadedError(f"{function.file}: {reason}")
 
-    arguments = _batch_arguments if found.is_batch else _row_arguments
+    arguments = _batch_arguments if signature.is_batch else _row_arguments
 
     def call(response: str, answer: str, extra: Mapping[str, str]) -> Any:
-        positional = (response, answer) if found.by_position else ()
-        values = arguments(found, response, answer, extra)
+        positional = (response, answer) if signature.by_position else ()
+        values = arguments(signature, response, answer, extra)
         result = target(*positional, **{**values, **function.options})
-        return _result(result, is_batch=found.is_batch)
+        return _result(result, is_batch=signature.is_batch)
 
     return call
 
 
 def _row_arguments(
-    found: functions.Signature, response: str, answer: str, extra: Mapping[str, str]
+    signature: functions.Signature, response: str, answer: str, extra: Mapping[str, str]
 ) -> dict[str, Any]:
     """Return what a function of one response receives by name."""
     values: dict[str, Any] = {}
-    if not found.by_position:
-        texts = {found.response: response, found.answer: answer}
+    if not signature.by_position:
+        texts = {signature.response: response, signature.answer: answer}
         values = {name: text for name, text in texts.items() if name is not None}
-    for name in found.columns:
-        if name != "data_source" or name in extra or name in found.required:
+    for name in signature.columns:
+        if name != "data_source" or name in extra or name in signature.required:
             values[name] = _column(name, extra)
     return values
 
 
 def _batch_arguments(
-    found: functions.Signature, response: str, answer: str, extra: Mapping[str, str]
+    signature: functions.Signature, response: str, answer: str, extra: Mapping[str, str]
 ) -> dict[str, Any]:
     """Return the lists of one value that a function of TRL receives by name."""
     columns = {**dict.fromkeys(functions.BATCH_ANSWER, answer), **extra, functions.BATCH: response}
     return {
         name: [value]
         for name, value in columns.items()
-        if name in found.named or (found.has_more and name not in functions.BATCH_ANSWER[1:])
+        if name in signature.named
+        or (signature.has_more and name not in functions.BATCH_ANSWER[1:])
     }
 
 

@@ -150,9 +150,9 @@ def _show_row(
 ) -> Iterator[ShownExample]:
     """Yield the examples of a row, which has several if it is packed."""
     for number, item in enumerate(items):
-        place = where if len(items) == 1 else f"{where}, example {number + 1}"
+        location = where if len(items) == 1 else f"{where}, example {number + 1}"
         shown = parts(kind, item, tokenizer)
-        yield ShownExample(f"{place}: {_counts(shown)}", shown)
+        yield ShownExample(f"{location}: {_counts(shown)}", shown)
 
 
 def parts(kind: str, item: Any, tokenizer: TextTokenizer | None) -> tuple[Part, ...]:

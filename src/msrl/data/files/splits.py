@@ -44,11 +44,11 @@ def folder_files(
     if not any(_keyword(name) for name in known) and not names:
         known = []
     if split is not None:
-        wanted = split if split in known else _KEYWORDS.get(split.lower(), split)
-        if wanted not in known:
+        requested = split if split in known else _KEYWORDS.get(split.lower(), split)
+        if requested not in known:
             hint = nearest(split, known) if known else "it has none"
             raise MsrlError(f"preprocess.split={split}: no split of {folder}; {hint}")
-        files = [file for file in files if splits[file] == wanted]
+        files = [file for file in files if splits[file] == requested]
         return _complete_files(folder, _one_subset(folder, files))
     if len(known) > 1:
         counts = (f"{name} ({_count(splits.values(), name)})" for name in known)
@@ -77,8 +77,8 @@ def _complete_files(folder: Path, files: Sequence[Path]) -> tuple[Path, ...]:
                 "formats? Name the files to read."
             )
     for stem, totals in shards.items():
-        counts = [f"{len(found)} of {int(total)}" for total, found in totals.items()]
-        is_complete = all(len(found) == int(total) for total, found in totals.items())
+        counts = [f"{len(numbers)} of {int(total)}" for total, numbers in totals.items()]
+        is_complete = all(len(numbers) == int(total) for total, numbers in totals.items())
         if len(totals) > 1 or not is_complete:
             raise MsrlError(
                 f"preprocess.input={folder}: has {' and '.join(counts)} shards of {stem.name}. "

@@ -30,10 +30,10 @@ def _turn_text(turn: Any, number: int) -> str:
     texts = [value for value in values if isinstance(value, str)]
     if not texts:
         raise MsrlError(f"turn {number}: needs a text as value or content.")
-    others = [key for key in (*THOUGHTS, DETAILS, *_CALLS) if not is_empty(turn.get(key))]
-    if others:
+    unread = [key for key in (*THOUGHTS, DETAILS, *_CALLS) if not is_empty(turn.get(key))]
+    if unread:
         raise MsrlError(
-            f"turn {number}: {others[0]}: only texts are joined. Write it into the text of the "
-            f"turn, or use --ignore {others[0]}."
+            f"turn {number}: {unread[0]}: only texts are joined. Write it into the text of the "
+            f"turn, or use --ignore {unread[0]}."
         )
     return texts[0]

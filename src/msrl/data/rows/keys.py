@@ -301,11 +301,11 @@ def _same(name: str) -> str:
 
 def _spellings() -> dict[str, tuple[Meaning, ...]]:
     """Return the meanings of every spelling."""
-    found: dict[str, tuple[Meaning, ...]] = {}
+    meanings: dict[str, tuple[Meaning, ...]] = {}
     for meaning in MEANINGS:
         for key in meaning.keys:
-            found[_same(key)] = (*found.get(_same(key), ()), meaning)
-    return found
+            meanings[_same(key)] = (*meanings.get(_same(key), ()), meaning)
+    return meanings
 
 
 _SPELLINGS = _spellings()

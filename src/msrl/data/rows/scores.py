@@ -91,14 +91,14 @@ def _pairs(names: tuple[str, ...], chosen: str, rejected: str) -> tuple[tuple[st
     rejected_names = {
         key: name for name in names if (key := _without_side(name, worse, better)) is not None
     }
-    found: list[tuple[str, str, bool]] = []
+    pairs: list[tuple[str, str, bool]] = []
     for name in names:
         key = _without_side(name, better, worse)
         words = frozenset(key or ())
         is_rank = bool(words & _LOWER_IS_BETTER)
         if key in rejected_names and (is_rank or words & _HIGHER_IS_BETTER):
-            found.append((name, rejected_names[key], is_rank))
-    return tuple(found)
+            pairs.append((name, rejected_names[key], is_rank))
+    return tuple(pairs)
 
 
 def _without_side(name: str, side: frozenset[str], other: frozenset[str]) -> tuple[str, ...] | None:
@@ -107,5 +107,5 @@ def _without_side(name: str, side: frozenset[str], other: frozenset[str]) -> tup
     if not side & set(words) or other & set(words):
         return None
     compounds = tuple(word for word in side if len(word) >= _LENGTH_OF_COMPOUNDS)
-    kept = (word for word in words if word not in side)
-    return tuple(sorted({w for w in kept if not w.startswith(compounds) | w.endswith(compounds)}))
+    terms = (word for word in words if word not in side)
+    return tuple(sorted({w for w in terms if not w.startswith(compounds) | w.endswith(compounds)}))

@@ -56,13 +56,13 @@ def parse_tags(text: str, tags: Tags, tools: Sequence[JsonObject]) -> ParsedAnsw
     content: list[str] = []
     calls: list[ToolCall | MalformedCall] = []
     position = 0
-    while found := opening.search(text, position):
-        content.append(text[position : found.start()])
-        if tags.block and found[0] == tags.block[0]:
-            new, position = _read_block(text, found.end(), tags, tags.block[1], schemas)
+    while match := opening.search(text, position):
+        content.append(text[position : match.start()])
+        if tags.block and match[0] == tags.block[0]:
+            new, position = _read_block(text, match.end(), tags, tags.block[1], schemas)
             calls += new
         else:
-            call, position = _read_call(text, found.start(), tags, schemas)
+            call, position = _read_call(text, match.start(), tags, schemas)
             calls.append(call)
     content.append(text[position:])
     return ParsedAnswer("".join(content).strip(), tuple(calls))

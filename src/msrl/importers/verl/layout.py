@@ -176,13 +176,13 @@ def _put_precision(engine: Keys) -> None:
         engine.translation.approximate(entry, "model.dtype", "bfloat16", text)
     elif entry is not None:
         engine.assign("dtype", ["model.dtype"], convert_value(engine, "dtype", "dtype"))
-    kept = engine.get("model_dtype")
-    if kept is not None and kept.value in ("fp32", "float32", None):
+    dtype = engine.get("model_dtype")
+    if dtype is not None and dtype.value in ("fp32", "float32", None):
         engine.record("model_dtype", KeyStatus.SAME, "the optimizer changes float32 weights")
-    elif kept is not None:
+    elif dtype is not None:
         text = "the optimizer of msrl changes float32 copies of the weights"
-        engine.translation.record(kept, KeyStatus.DROPPED, text)
-        engine.translation.remarks.append(f"{kept}: {text}")
+        engine.translation.record(dtype, KeyStatus.DROPPED, text)
+        engine.translation.remarks.append(f"{dtype}: {text}")
     _put_mixed_precision(engine)
 
 

@@ -79,8 +79,8 @@ def put_trackers(trainer: Keys) -> None:
     """Translate the trackers that msrl has; metrics.jsonl has the metrics of all."""
     names = [str(name) for name in as_list(trainer.value("logger"))]
     trackers = [name for name in names if not refusal("log.trackers", name)]
-    others = [name for name in names if name not in trackers and name != "console"]
-    why = f"without {', '.join(others)}: metrics.jsonl has all metrics" if others else ""
+    missing = [name for name in names if name not in trackers and name != "console"]
+    why = f"without {', '.join(missing)}: metrics.jsonl has all metrics" if missing else ""
     trainer.assign("logger", ["log.trackers"], trackers, why=why)
     project = trainer.value("project_name")
     natives = [f"log.options.{name}.project" for name in trackers if name in _WITH_PROJECT]

@@ -99,11 +99,11 @@ class Sections:
         translation: Translation, tree: Node, paths: Mapping[str, tuple[str, ...]] = _PATHS
     ) -> Sections:
         """Return the keys of a tree; add errors for unknown ones."""
-        found: dict[str, list[SourceKey]] = {}
+        entries_by_name: dict[str, list[SourceKey]] = {}
         for name, entry in _entries(translation, tree, "", paths):
-            found.setdefault(name, []).append(entry)
+            entries_by_name.setdefault(name, []).append(entry)
         sections = Sections(translation)
-        for name, entries in found.items():
+        for name, entries in entries_by_name.items():
             sections._keys[name] = Keys(translation, entries[0].section, entries)
         return sections
 

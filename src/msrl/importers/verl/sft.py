@@ -50,9 +50,9 @@ def with_devices(tree: Node, launcher: Sequence[Word], name: str) -> Node:
     """Return a tree with the devices of torchrun, unless it names others."""
     texts = [word.text for word in launcher]
     end = texts.index("-m") if "-m" in texts else max(0, len(texts) - 1)
-    found = children(flags(launcher[:end], name, is_complete=False))
+    settings = children(flags(launcher[:end], name, is_complete=False))
     for flag, key in (("nproc_per_node", "n_gpus_per_node"), ("nnodes", "nnodes")):
-        node = found.get(flag)
+        node = settings.get(flag)
         if node is not None and isinstance(node.value, int):
             tree = merge(at(f"trainer.{key}", wrap(node.value, node.origin)), tree)
     return tree

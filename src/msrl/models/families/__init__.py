@@ -45,7 +45,7 @@ def by_architecture(modules: Iterable[ModuleType]) -> dict[str, ModuleType]:
     Raises:
         MsrlError: A module defines no architecture, or one that another module defines too.
     """
-    found: dict[str, ModuleType] = {}
+    by_name: dict[str, ModuleType] = {}
     for module in modules:
         architectures: Sequence[str] = getattr(module, "ARCHITECTURES", ())
         if not architectures:
@@ -53,13 +53,13 @@ def by_architecture(modules: Iterable[ModuleType]) -> dict[str, ModuleType]:
                 f"{module.__file__}: defines no ARCHITECTURES, so no model would use it"
             )
         for name in architectures:
-            if name in found:
+            if name in by_name:
                 raise MsrlError(
                     f"{module.__file__}: {name} in ARCHITECTURES is also defined in "
-                    f"{found[name].__file__}. Remove one of them."
+                    f"{by_name[name].__file__}. Remove one of them."
                 )
-            found[name] = module
-    return found
+            by_name[name] = module
+    return by_name
 
 
 def load_shape(hf_dir: Path) -> Shape:

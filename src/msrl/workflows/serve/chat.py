@@ -95,8 +95,8 @@ class ChatPrompts:
         if self.num_turns is None:
             return turns
         length = 2 * self.num_turns
-        kept = earlier[:length] if self.keeps_oldest else earlier[max(0, len(earlier) - length) :]
-        return (*kept, *question)
+        seen = earlier[:length] if self.keeps_oldest else earlier[max(0, len(earlier) - length) :]
+        return (*seen, *question)
 
     def token_ids(self, turns: tuple[Message, ...]) -> Ints:
         """Return the token ids [P] of a conversation, including the generation prompt."""

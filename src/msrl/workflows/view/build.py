@@ -82,9 +82,9 @@ def write_single_file(folders: Sequence[Path], output: Path) -> Path:
     reason = why_not_writable(output.parent)
     if reason is not None:
         raise MsrlError(f"--output={output}: cannot be written ({reason}). Choose another file.")
-    found = run_folders(folders)
-    runs = _open_runs(found)
-    samples = [path for folder in found for kind in KINDS for path in sample_files(folder, kind)]
+    run_dirs = run_folders(folders)
+    runs = _open_runs(run_dirs)
+    samples = [path for folder in run_dirs for kind in KINDS for path in sample_files(folder, kind)]
     chunks = InlineChunks(SINGLE_FILE_BYTES)
     chunks.require_room(sum(path.stat().st_size for path in samples) // _MOST_DROPPED)
     _write_runs(runs, chunks)
@@ -100,7 +100,7 @@ def run_folders(folders: Sequence[Path]) -> list[Path]:
     Raises:
         MsrlError: A folder neither is a run folder nor contains one.
     """
-    found: list[Path] = []
+    run_dirs: list[Path] = []
     for folder in folders:
         inside = [folder] if (folder / CONFIG).is_file() else sorted(folder.glob(f"*/{CONFIG}"))
         if not inside:
@@ -108,8 +108,8 @@ def run_folders(folders: Sequence[Path]) -> list[Path]:
                 f"{folder}: contains neither {CONFIG} nor folders of runs. Name the folder of a "
                 "run, as in runs/grpo, or of all runs."
             )
-        found += inside if inside == [folder] else [config.parent for config in inside]
-    return list(dict.fromkeys(found))
+        run_dirs += inside if inside == [folder] else [config.parent for config in inside]
+    return list(dict.fromkeys(run_dirs))
 
 
 def _open_runs(

@@ -40,11 +40,11 @@ class TextIndex:
 
     def search(self, name: str, text: str) -> Iterator[tuple[int, int]]:
         """Yield step and row of each sample that contains a text."""
-        wanted = text.lower().encode(errors="replace")
+        query = text.lower().encode(errors="replace")
         for step, texts in [*self._steps.get(name, {}).items()]:
             data = os.pread(self._file.fileno(), texts.length, texts.start)
-            at = data.find(wanted)
+            at = data.find(query)
             while at >= 0:
                 row = bisect_right(texts.offsets, at) - 1
                 yield step, row
-                at = data.find(wanted, texts.offsets[row + 1])
+                at = data.find(query, texts.offsets[row + 1])
