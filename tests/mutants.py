@@ -357,6 +357,7 @@ def run(mutant: Mutant, graph: grimp.ImportGraph, *, workers: int, near: bool) -
     with tempfile.TemporaryDirectory(prefix="mutant-") as folder:
         package = Path(folder) / "src"
         shutil.copytree(ROOT / "src", package, ignore=_IGNORED)
+        (Path(folder) / "templates").symlink_to(ROOT / "templates")
         (package / "msrl" / mutant.file).write_text(mutant.mistaken(source(mutant)))
         for arguments in stages(mutant, graph, near=near):
             if failed := first_failure(arguments, package, workers):

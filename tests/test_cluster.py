@@ -416,12 +416,16 @@ def test_a_local_ray_keeps_no_idle_workers(run):
     session, placed, probe_class = run
     worker = session.start(probe_class, placed, "actor", 0)
     wait_all([worker.pid.remote()], timeout_s=HANG_S)
-    names: list[str] = []
-    for process in psutil.Process().children(recursive=True):
-        with contextlib.suppress(psutil.NoSuchProcess):  # or a zombie
-            names.append(" ".join(process.cmdline()))
-    assert [name for name in names if name.startswith("ray::ProbeActor")]
-    assert not [name for name in names if name.startswith("ray::IDLE")]
+
+    def names() -> list[str]:
+        found: list[str] = []
+        for process in psutil.Process().children(recursive=True):
+            with contextlib.suppress(psutil.NoSuchProcess):  # or a zombie
+                found.append(" ".join(process.cmdline()))
+        return found
+
+    assert [name for name in names() if name.startswith("ray::ProbeActor")]
+    wait_until(lambda: not [name for name in names() if name.startswith("ray::IDLE")])
     end(worker)
 
 

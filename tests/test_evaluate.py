@@ -316,7 +316,8 @@ def test_equal_weights_get_equal_answers_and_only_new_checkpoints_are_evaluated(
     out = tmp_path / "out"
     evaluation.run(config(inputs, out, "base", "mcore", "other"))
     table = capsys.readouterr().out.splitlines()
-    assert [line.split()[0] for line in table] == ["checkpoint", "base", "mcore", "other"]
+    names = [line.split()[0] for line in table if not line.startswith(" ")]
+    assert names == ["base", "mcore", "other"]  # the values do not fit beside them
 
     def samples(name: str) -> list[dict[str, Any]]:
         return [json.loads(line) for line in (out / f"samples/{name}.jsonl").open()]

@@ -298,7 +298,7 @@ def test_local_ranks_that_die_continue_from_the_newest_checkpoint(
 ):
     kills = [
         kill("actor", "update", 2),
-        kill("actor", "evaluate", 3, 1),
+        kill("actor", "update", 8, 1),  # the evaluation after step 4
         kill("actor", "save", 3, 1),
     ]
     for name in ("sft-undisturbed", "sft-killed"):

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from machines import Machines, why_impossible
+from msrl import platforms
 from msrl.trainer.checkpointing.resume import SavedTraining
 from support import assert_mentions, python_path
 from test_train_grpo import make_inputs, rollouts, settings
@@ -31,7 +32,10 @@ class Site:
 
     def __init__(self, machines: Machines, folder: Path) -> None:
         self.machines, self.folder = machines, folder
-        excluded = ("TMPDIR", "RAY_TMPDIR", "RAY_ADDRESS", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")
+        excluded = [
+            *("TMPDIR", "RAY_TMPDIR", "RAY_ADDRESS", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"),
+            *platforms.get("cpu").network_environment("lo"),  # of ranks in the process of the tests
+        ]
         self._env = {
             **{name: value for name, value in os.environ.items() if name not in excluded},
             "MSRL_STATE_DIR": str(folder / "state"),

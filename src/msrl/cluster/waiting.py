@@ -207,12 +207,13 @@ def _worker_exception(error: RayError) -> BaseException | None:
 
 
 def _full(error: RayError) -> str:
+    """Return what a worker raised, in one line, and its traceback; or how the worker died."""
     text = _COLOR.sub("", str(error))
-    return f"\n{text}" if isinstance(error, RayTaskError) else text
+    return f"{_short(error)}\n{text}" if isinstance(error, RayTaskError) else text
 
 
 def _short(error: RayError) -> str:
     cause = _worker_exception(error)
-    return (
-        f"{type(cause).__name__}: {cause}" if cause else _COLOR.sub("", str(error)).splitlines()[0]
-    )
+    text = str(error) if cause is None else f"{type(cause).__name__}: {cause}"
+    # Messages of gloo contain the byte 0.
+    return next(iter(_COLOR.sub("", text).replace("\0", "").splitlines()), "")
