@@ -280,16 +280,16 @@ def _check_texts(item: str | StepRow | Conversation | PreferenceRow) -> None:
 
     JSON can contain one (`\ud83d` alone), but it can be neither tokenized nor written to a file.
     """
-    texts: list[str] = []
+    extra: list[str] = []
     if isinstance(item, str | StepRow):
         texts = [item if isinstance(item, str) else item.text]
     else:
         sides = item.conversations if isinstance(item, PreferenceRow) else (item,)
         texts = [text for side in sides for text in _tokenized_texts(side)]
-        texts = [text for side in sides for text in side.extra.values()]
+        extra = [text for side in sides for text in side.extra.values()]
     try:
         size = len("".join(texts).encode())
-        "".join(texts).encode()
+        "".join(extra).encode()
     except UnicodeEncodeError as error:
         code = ascii(error.object[error.start])[1:-1]
         raise MsrlError(
