@@ -126,9 +126,9 @@ def translate_script(text: str, name: str, arguments: Sequence[str] = ()) -> Tra
     commands = [words for words in script.commands if is_program(words)]
     runs = {tuple(word.text for word in words[_start(words) :]): words for words in commands}
     if len(runs) != 1:
-        programs = [program for words in script.commands if (program := _other(words))]
-        if not runs and programs:
-            raise MsrlError(f"{name}: {programs[0]}: not supported: {_OTHER_PROGRAMS[programs[0]]}")
+        foreign = [program for words in script.commands if (program := _other(words))]
+        if not runs and foreign:
+            raise MsrlError(f"{name}: {foreign[0]}: not supported: {_OTHER_PROGRAMS[foreign[0]]}")
         programs = ", ".join((*PROGRAMS, *sft.PROGRAMS))
         raise MsrlError(f"{name}: must contain one training of verl ({programs}), has {len(runs)}")
     translation = translate_words(next(iter(runs.values())), name)
