@@ -71,8 +71,8 @@ def errors(*sets: str) -> list[str]:
             ("environment.name=frozen_lake", "environment.path=walk.py:Walk"),
             [("environment", "path")],
         ),
-        (("environment.path=walk.py:Walk",), [("environment.path", "not found")]),
-        (("environment.path=walk.py",), [("environment.path=walk.py", "Class")]),
+        (("environment.path=walk.py:Walk",), [("environment.path", "does not exist")]),
+        (("environment.path=walk.py",), [("environment.path=walk.py", "NAME")]),
         (
             ("environment.name=frozen_lake", "environment.tool_format=herms"),
             [("environment.tool_format=herms", "hermes")],
@@ -144,7 +144,7 @@ def test_wrong_settings_are_refused_by_name(
 
 def test_valid_settings_are_accepted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    Path("walk.py").write_text("")
+    Path("walk.py").write_text("class Walk: ...\n")
     assert not errors()
     assert not errors("environment.path=walk.py:Walk", "environment.max_turns=3")
     assert not errors("environment.name=single_turn", "reward.format_penalty=0.5")

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 
 from msrl import registry
 from msrl.checks.plugins import check_options, check_plugin_name
 from msrl.config.loader import Resolved
 from msrl.config.sections.environment import EnvironmentConfig, SingleEnvironment
 from msrl.plan.derived import keys_that_change_totals
+from msrl.registry import own
 from msrl.registry.declarations import declaration
 from msrl.rewards.failures import ENVIRONMENT
 from msrl.rewards.sources import Source
@@ -56,12 +56,8 @@ def _source(resolved: Resolved, key: str, entry: SingleEnvironment) -> Iterator[
         plugin = (registry.ENVIRONMENTS, entry.name, "environment")
         mistakes = list(check_plugin_name(resolved, f"{key}.name", *plugin[:2]))
         yield from mistakes or check_options(resolved, f"{key}.options", plugin)
-    elif entry.path is not None:
-        file, colon, name = entry.path.rpartition(":")
-        if not colon or not name.isidentifier():
-            yield resolved.mistake(f"{key}.path", "must be path/file.py:Class")
-        elif not Path(file).is_file():
-            yield resolved.mistake(f"{key}.path", f"file not found: {file}")
+    elif entry.path is not None and (problem := own.mistake(entry.path)):
+        yield resolved.mistake(f"{key}.path", problem)
 
 
 def _tool_format(resolved: Resolved, section: EnvironmentConfig) -> Iterator[str]:
