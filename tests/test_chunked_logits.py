@@ -51,6 +51,7 @@ print(peak(128, 32), peak(512, 32), peak(512, None))
 """
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_memory_does_not_grow_with_the_number_of_positions():
     environment = {**os.environ, "PYTHONPATH": python_path()}

@@ -47,6 +47,7 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@pytest.mark.full
 def test_a_run_that_lacks_its_results_gets_them_by_resume_or_report(config: Path):
     run, folder = config.parent / "runs" / "run", config.parent
     metrics = rows(run)

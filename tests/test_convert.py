@@ -422,7 +422,7 @@ def _k_and_v_swapped(layout: Any, tensors: Any) -> Any:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("swap", [_swap, _k_and_v_swapped])
+@pytest.mark.parametrize("swap", [_swap, pytest.param(_k_and_v_swapped, marks=pytest.mark.full)])
 def test_a_swap_in_both_directions_fails_the_verification(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, swap: Any
 ) -> None:

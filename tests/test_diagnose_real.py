@@ -138,6 +138,7 @@ def hook(module: Any, change: Callable[[Any], Any]) -> Iterator[None]:
         handle.remove()
 
 
+@pytest.mark.full
 def test_a_healthy_model_has_no_cause_and_a_changed_weight_is_named(running: Running) -> None:
     verdict = running.verdict()
     assert verdict.cause is None, verdict

@@ -171,6 +171,7 @@ print(json.dumps([
 """
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_the_lists_are_those_of_the_installed_vllm() -> None:
     done = subprocess.run(

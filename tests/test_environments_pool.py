@@ -341,7 +341,7 @@ def test_a_reply_that_is_nested_too_deeply_is_a_fault():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("num_episodes", [150, pytest.param(1000, marks=pytest.mark.full)])
+@pytest.mark.parametrize("num_episodes", [45, pytest.param(1000, marks=pytest.mark.full)])
 def test_episodes_with_broken_tools_are_all_counted(num_episodes: int):
     faults = ["fine", "segfault", "exit", "big", "nul", "injection", "raise", "memory", "surrogate"]
     moods = ["hang" if n % 50 == 1 else faults[n % len(faults)] for n in range(num_episodes)]

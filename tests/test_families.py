@@ -241,7 +241,7 @@ def _convert(**values: object) -> None:
 @pytest.mark.parametrize(
     ("name", "prefix"),
     [
-        ("qwen2.5-vl", "visual."),
+        pytest.param("qwen2.5-vl", "visual.", marks=pytest.mark.full),
         pytest.param("qwen3-vl", "model.visual.", marks=pytest.mark.full),
         pytest.param("qwen2-vl", "visual.", marks=pytest.mark.full),
     ],

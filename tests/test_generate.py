@@ -308,7 +308,7 @@ def test_episodes_are_generated_with_their_messages_and_a_summary(folder, tmp_pa
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["folder", "mcore"])
+@pytest.mark.parametrize("kind", [pytest.param("folder", marks=pytest.mark.full), "mcore"])
 def test_a_file_of_prompts_becomes_a_file_of_completions(kind, request, folder, tmp_path):
     out = tmp_path / "new" / "out.jsonl"
     path = rows_file(tmp_path, {"prompt": "2+3=", "id": "ü"}, {"messages": DIALOGUE})
@@ -418,6 +418,7 @@ def test_a_missing_adapter_is_refused_by_a_dry_run(command, folder, capsys):
     assert_mentions(capsys.readouterr().err, key, "not found")
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_a_model_with_an_adapter_answers_as_the_merged_one(folder, adapter, capsys):
     section = GenerateConfig(

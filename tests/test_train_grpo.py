@@ -1273,6 +1273,7 @@ def link_target(path: Path) -> str:
         return ""
 
 
+@pytest.mark.full
 def test_prompts_from_rows_give_the_numbers_of_preprocessed_prompts(inputs, whole, monkeypatch):
     monkeypatch.setenv("MSRL_DATA_CACHE", str(inputs / "cache"))
     changes = several_updates(inputs, "rows", checkpoint={"every_steps": 1})

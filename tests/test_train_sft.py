@@ -428,6 +428,7 @@ def test_rows_packed_while_training_have_the_losses_of_single_examples(inputs, c
     assert "eval/loss" in row_metrics[-1]  # 7 held-out rows do not divide evenly over two ranks
 
 
+@pytest.mark.full
 def test_rows_packed_by_preprocess_have_the_losses_of_single_examples(inputs, config, unpacked):
     from msrl.data.dataset import SftDataset
 
@@ -508,6 +509,7 @@ def test_a_step_without_trained_tokens_changes_nothing_and_is_reported(inputs, c
             assert torch.equal(tensor, before[name]), name
 
 
+@pytest.mark.full
 def test_adapters_are_saved_alone_resumed_and_exported_merged(inputs, config):
     sections = {
         "model": {"path": str(inputs / "hf")},

@@ -57,7 +57,7 @@ LAYOUTS = {
 # Cases of the tables outside of the full tables: each parallel dimension and each option once.
 CHANGING_BATCHES = ("pp2", "tp2 dp2", "micro-batches by tokens")
 POLICY_UPDATES = ("tp2 pp2", "vpp dp2", "chunked logits")
-TEN_STEPS = (
+TABLE_LAYOUTS = (
     "tp2 pp2",
     "tp2 sp cp2",
     "vpp with empty",
@@ -119,6 +119,7 @@ RESUMES = (
     "resumed dp2 from tp2 pp2",
 )
 TRANSFORMERS_STEPS = {"qwen2": 20, "qwen3": 20, "llama": 20}  # 8 for other families
+LONG = frozenset(f"single {family}" for family in TRANSFORMERS_STEPS)
 DROPOUT = LoraConfig(
     rank=4,
     alpha=8.0,
@@ -251,7 +252,7 @@ def _with(case: Case, **changes) -> Case:
 
 
 def _table(folders: dict[str, Path]) -> list[Case]:
-    """Return cases of ten steps on one batch.
+    """Return cases of several steps on one batch.
 
     The low learning rate leaves margin to the tolerance of 1e-5, since AdamW amplifies rounding
     errors of nearly zero gradients to steps of the learning rate.
@@ -288,8 +289,8 @@ def _bfloat16_cases(folders: dict[str, Path]) -> list[Case]:
 # micro-batches with samples in other orders.
 SPREAD: dict[str, dict[str, Any]] = {
     "product single": {},
-    "product dp2 split": {"dp": 2, "max_tokens": 40},
-    "product dp4 shuffled": {"dp": 4, "max_tokens": 30, "order": (5, 2, 7, 0, 3, 6, 1, 4)},
+    "product dp2 shuffled": {"dp": 2, "max_tokens": 40, "order": (5, 2, 7, 0, 3, 6, 1, 4)},
+    "product dp4 split": {"dp": 4, "max_tokens": 30},
 }
 
 
@@ -302,7 +303,7 @@ FULL_CASES = frozenset(
     {
         *_outside(LAYOUTS, CHANGING_BATCHES, "{} qwen2 tied"),
         *_outside(LAYOUTS, POLICY_UPDATES, "policy {}"),
-        *_outside([*TABLE, "lora tp2"], TEN_STEPS, "table {}"),
+        *_outside([*TABLE, "lora tp2"], TABLE_LAYOUTS, "table {}"),
         "table lora",
         *_outside([name for name, _, _ in POLICIES], SPLIT_POLICIES, "{} single"),
         *_outside([name for name, _, _ in POLICIES], SPLIT_POLICIES, "{} split"),
@@ -315,7 +316,7 @@ FULL_CASES = frozenset(
         *_outside(DROPOUT_LAYOUTS, SPLIT_DROPOUT, "{} recomputed"),
         *_outside(CRITICS, SPLIT_CRITICS, "critic {}"),
         *_outside(POISONED, NOT_POISONED_BY),
-        "product dp2 split",
+        "product dp4 split",
     }
 )
 
@@ -329,7 +330,15 @@ def _poisoned_cases(folders: dict[str, Path]) -> list[Poisoned]:
 def selected_cases(folders: dict[str, Path], saves: Path, *, is_full: bool) -> list[Any]:
     """Return all cases; unless `is_full`, without those that only the full tables need."""
     cases = all_cases(folders, saves)
-    return cases if is_full else [case for case in cases if case.name not in FULL_CASES]
+    if is_full:
+        return cases
+    return [_shortened(case) for case in cases if case.name not in FULL_CASES]
+
+
+def _shortened(case: Any) -> Any:
+    """Return a case of the tables with fewer steps; each step has the same checks."""
+    is_long = case.name.startswith("table ") or case.name in LONG
+    return _with(case, steps=4) if is_long else case
 
 
 def all_cases(folders: dict[str, Path], saves: Path) -> list[Any]:
