@@ -190,7 +190,7 @@ def test_megatron_reads_preprocessed_files(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("pack", [False, True])
+@pytest.mark.parametrize("pack", [pytest.param(False, marks=pytest.mark.full), True])
 def test_files_are_identical_for_any_number_of_workers(tmp_path, pack):
     inputs = jsonl(tmp_path / "g.jsonl", gsm8k(1500))
     for workers in (1, 2):

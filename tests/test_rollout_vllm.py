@@ -26,7 +26,13 @@ RUN = "a run"
 SPECIAL = (1, 50, 60, 2, 70, 1, 80)  # <|im_start|> and <|im_end|> among bytes
 
 
-@pytest.fixture(scope="module", params=[False, True], ids=["untied", "tied"])
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param(False, id="untied"),
+        pytest.param(True, id="tied", marks=pytest.mark.full),
+    ],
+)
 def running(request, tmp_path_factory):
     """Return (engine, a Hugging Face model with the engine's initial weights)."""
     folder = tmp_path_factory.mktemp("model")

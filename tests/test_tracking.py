@@ -316,6 +316,7 @@ def test_tensorboard_writes_to_the_folder_of_its_option(tmp_path: Path) -> None:
     assert not (tmp_path / "tensorboard").exists()
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_wandb_has_the_project_the_names_and_the_folder_of_its_options(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -90,6 +90,7 @@ def test_fine_tuning_from_rows_equals_preprocessed_data_and_resumes_bit_by_bit(f
         train(folder, "train-sft", "rows", file, 4, "auto")
 
 
+@pytest.mark.full
 def test_preference_training_from_rows_equals_preprocessed_data_bit_by_bit(folder: Path):
     file = write(folder / "rows.jsonl", PAIRS)
     expected = numbers(train(folder, "train-dpo", "data", prepare(folder, file, "pairs"), 1))
