@@ -57,7 +57,7 @@ def test_the_command_after_a_conversion_reads_the_result_as_printed(
     ("file", "words"),
     [
         ("adapter_config.json", ("adapter", "--lora folder")),
-        ("model-q4.gguf", ("GGUF", "safetensors")),
+        ("model-q4.gguf", ("GGUF", "gguf2hf --load folder/model-q4.gguf")),
     ],
 )
 @pytest.mark.parametrize("command", ["hf2mcore", "mcore2hf", "hf2hf"])
@@ -75,7 +75,19 @@ def test_a_folder_of_another_kind_is_named(
     assert msrl("convert-ckpt", command, "--load", "folder", "--save", "new") == 2
     assert_mentions(capsys.readouterr().err, "load=folder", *words)
     assert msrl("convert-ckpt", command, "--load", f"folder/{file}", "--save", "new") == 2
-    assert_mentions(capsys.readouterr().err, "is a file", "folder")
+    shown = capsys.readouterr().err
+    assert_mentions(shown, *(words if file.endswith("gguf") else ("is a file", "folder")))
+
+
+@pytest.mark.parametrize("path", ["folder", "folder/model.gguf"])
+def test_a_model_in_a_gguf_file_is_answered_with_its_conversion(
+    path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "model.gguf").write_text("{}")
+    assert msrl("generate", "--model", path, "--prompt", "a") == 2
+    assert_mentions(capsys.readouterr().err, path, "gguf2hf --load folder/model.gguf")
 
 
 def test_adapters_are_used_with_their_base_model_after_training(tmp_path: Path) -> None:

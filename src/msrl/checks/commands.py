@@ -13,6 +13,7 @@ from msrl.checks.inputs import (
     check_required,
     check_template,
     checkpoint_hint,
+    gguf_message,
     path_hint,
 )
 from msrl.checks.rollout import check_temperature
@@ -108,9 +109,7 @@ def _other_contents(folder: Path, from_hf: bool, command: str | None) -> str | N
     if (folder / "adapter_config.json").is_file():
         base = "Merge it into its base model: msrl convert-ckpt hf2hf --load BASE"
         return f"is a LoRA adapter without its base model. {base} --lora {folder}."
-    if any(folder.glob("*.gguf")):
-        return "contains GGUF files. Convert one of them: msrl convert-ckpt gguf2hf --load FILE."
-    return None
+    return gguf_message(folder)
 
 
 def _hint(folder: str, expected: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from difflib import get_close_matches
@@ -32,9 +33,20 @@ def check_required(resolved: Resolved, *keys: str, choices: str = "") -> Iterato
 def check_folder(resolved: Resolved, key: str) -> Iterator[str]:
     path = resolved.value(key)
     if isinstance(path, str) and Path(path).is_file():
-        yield resolved.mistake(key, f"is a file. Name its folder, {Path(path).parent}.")
+        folder = f"is a file. Name its folder, {Path(path).parent}."
+        yield resolved.mistake(key, gguf_message(Path(path)) or folder)
     elif isinstance(path, str) and not Path(path).is_dir():
         yield resolved.mistake(key, f"folder not found{hub_hint(path) or path_hint(path)}")
+
+
+def gguf_message(path: Path) -> str | None:
+    """Return the command that converts a GGUF file, or the first one of a folder; else None."""
+    files = [path] if path.is_file() else sorted(path.glob("*.gguf"))
+    if not files or files[0].suffix != ".gguf":
+        return None
+    subject = "is a GGUF file" if path.is_file() else "contains a GGUF file"
+    command = shlex.join(["msrl", "convert-ckpt", "gguf2hf", "--load", str(files[0])])
+    return f"{subject}. Convert it: {command} --save FOLDER"
 
 
 def path_hint(path: str) -> str:
@@ -52,11 +64,9 @@ def check_model_path(resolved: Resolved, key: str) -> Iterator[str]:
     yield from check_folder(resolved, key)
     path = resolved.value(key)
     if isinstance(path, str) and Path(path).is_dir() and not is_hf(path) and not is_mcore(path):
-        yield resolved.mistake(
-            key,
-            f"contains neither config.json (Hugging Face) nor {TRACKER} "
-            f"(mcore){checkpoint_hint(path)}",
-        )
+        neither = f"contains neither config.json (Hugging Face) nor {TRACKER} (mcore)"
+        message = gguf_message(Path(path)) or f"{neither}{checkpoint_hint(path)}"
+        yield resolved.mistake(key, message)
 
 
 def checkpoint_hint(path: str) -> str:
