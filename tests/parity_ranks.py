@@ -72,7 +72,9 @@ def main(context: RankContext, cases: list[Case]) -> None:
             settings, context.rank, case.layout.ranks_per_model, f"{context.init_method}-{number}"
         )
         ids = sequences(worker.policy.shape.vocab_size)
-        logits = worker.logits([micro_batch(ids, [np.ones(len(row), bool) for row in ids], {})])
+        logits = worker.policy.logits(
+            [micro_batch(ids, [np.ones(len(row), bool) for row in ids], {})]
+        )
         if logits is not None and worker.position.tp_rank == 0:
             context.report((case.name, logits[0].numpy()))
         worker.close()

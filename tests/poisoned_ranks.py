@@ -142,5 +142,5 @@ def _step(worker: Any, pack: Sequences, kind: str = "sft") -> StepResult:
     all_tokens = replace(
         batch, loss_mask=np.arange(len(batch.token_ids)) + 1 < sum(LENGTHS), fields={}
     )
-    (logprobs,) = worker.forward([all_tokens], TokenRequest()).by_name["logprobs"]
+    (logprobs,) = worker.policy.forward([all_tokens], TokenRequest()).by_name["logprobs"]
     return StepResult(report["loss"], gradients, logprobs[: sum(LENGTHS)])

@@ -46,7 +46,7 @@ def main(context: RankContext, models: tuple[Path, Path, Path]) -> None:
     )
     rank = TrainingRank(settings, context.rank, context.world_size, context.init_method)
     first, second = _batch([0, 1, 2]), _batch([3, 4, 5, 6, 7])
-    before = rank.logits([first])
+    before = rank.policy.logits([first])
     report = {
         "kl": {
             name: _kl(rank, batches)
@@ -55,7 +55,7 @@ def main(context: RankContext, models: tuple[Path, Path, Path]) -> None:
         "kl alone": [_kl(rank, [batch]) for batch in (first, second)],
         "tokens": [int(batch.loss_mask.sum()) for batch in (first, second)],
     }
-    after = rank.logits([first])  # after passes that returned hidden states
+    after = rank.policy.logits([first])  # after passes that returned hidden states
     assert before is not None and after is not None
     report["logits are the same"] = bool((before[0] == after[0]).all())
     report["statistics"] = {
@@ -108,7 +108,7 @@ def _statistic_error(
 
 
 def _values(rank: TrainingRank, batch: MicroBatch, request: TokenRequest) -> dict[str, np.ndarray]:
-    by_name = rank.forward([batch], request).by_name
+    by_name = rank.policy.forward([batch], request).by_name
     assert by_name is not None
     return {name: rows[0] for name, rows in by_name.items()}
 

@@ -64,11 +64,12 @@ class LanguageModelReplica(ModelReplica):
         """Return the requested values of every label, and the routes of this stage."""
         measure = functools.partial(self._measure, request)
         if not request.records_routes:
-            return RankValues(self.per_label(micro_batches, measure, gives_hidden=self._is_chunked))
+            rows = self.run(micro_batches, measure, gives_hidden=self._is_chunked)
+            return RankValues(self.by_label(micro_batches, rows))
         assert self.replay is not None, "built without routing replay"
         with self.replay.record() as recording:
-            values = self.per_label(micro_batches, measure, gives_hidden=self._is_chunked)
-        return RankValues(values, recording.gather(micro_batches))
+            rows = self.run(micro_batches, measure, gives_hidden=self._is_chunked)
+        return RankValues(self.by_label(micro_batches, rows), recording.gather(micro_batches))
 
     def _measure(
         self, request: TokenRequest, output: Output, batch: DeviceBatch

@@ -79,7 +79,7 @@ def rank(context: RankContext, request: _LogitRequest) -> None:
     )
     # One pass over the weights, or one per sequence.
     groups = [request.token_ids] if request.layerwise else [(ids,) for ids in request.token_ids]
-    logits = training_rank.logits(
+    logits = training_rank.policy.logits(
         [_batch(group, training_rank.sequence_multiple) for group in groups]
     )
     if logits is not None and training_rank.position.stage_rank == 0:

@@ -15,7 +15,6 @@ from typing import cast
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from msrl import registry
 from msrl.platforms import resolve
@@ -23,7 +22,7 @@ from msrl.trainer import groups
 from msrl.trainer.language_model import LanguageModelReplica
 from msrl.trainer.objective.logprobs import DistributionComparison
 from msrl.trainer.objective.losses import ComparedModel, Loss
-from msrl.trainer.objective.requests import RankValues, TokenRequest, UpdateRequest
+from msrl.trainer.objective.requests import UpdateRequest
 from msrl.trainer.objective.steps import StepLoss
 from msrl.trainer.replica import ModelReplica
 from msrl.trainer.settings import RankSettings
@@ -113,10 +112,20 @@ class TrainingRank:
 
     # Requests
 
-    def forward(self, micro_batches: Sequence[MicroBatch], request: TokenRequest) -> RankValues:
-        """Return values of every label from one pass of a model."""
-        with self._model(request.model) as model:
-            return model.forward(micro_batches, request)
+    @contextmanager
+    def model(self, name: str) -> Iterator[LanguageModelReplica | ValueModelReplica]:
+        """Provide the model of a request. A reward model is offloaded after its use."""
+        if name == "policy":
+            yield self.policy
+        elif name == "critic":
+            yield self._trained_critic()
+        elif name == "reference":
+            with self._reference() as reference:
+                yield reference
+        else:
+            reward_model = self.reward_models[name.removeprefix("reward:")]
+            yield reward_model
+            reward_model.host.offload()
 
     def update(
         self, micro_batches: Sequence[MicroBatch], request: UpdateRequest
@@ -134,13 +143,6 @@ class TrainingRank:
         ]
         comparisons = list(zip(*columns, strict=True)) if self.position.is_last_stage else ()
         return self.policy.update(micro_batches, request, comparisons)
-
-    def logits(self, micro_batches: Sequence[MicroBatch]) -> list[Tensor] | None:
-        """Return the policy's logits, [N, vocabulary] float32 per micro-batch.
-
-        None except on the last stage.
-        """
-        return self.policy.logits(micro_batches)
 
     def _comparisons(
         self, micro_batches: Sequence[MicroBatch], model: ComparedModel, temperature: float
@@ -162,21 +164,6 @@ class TrainingRank:
             for other in distributions
             if other is not None
         ]
-
-    @contextmanager
-    def _model(self, name: str) -> Iterator[LanguageModelReplica | ValueModelReplica]:
-        """Provide the model of a request. A reward model is offloaded after its use."""
-        if name == "policy":
-            yield self.policy
-        elif name == "critic":
-            yield self._trained_critic()
-        elif name == "reference":
-            with self._reference() as reference:
-                yield reference
-        else:
-            reward_model = self.reward_models[name.removeprefix("reward:")]
-            yield reward_model
-            reward_model.host.offload()
 
     @contextmanager
     def _reference(self) -> Iterator[LanguageModelReplica]:

@@ -387,18 +387,15 @@ class ModelReplica:
             return result[0], no_count, result[1]
         return torch.zeros((), device=self.position.device), no_count, result
 
-    def per_label(
+    def by_label(
         self,
         micro_batches: Sequence[MicroBatch],
-        measure: Callable[[Output, DeviceBatch], dict[str, Tensor]],  # -> [M] by name
-        *,
-        gives_hidden: bool = False,
+        rows: Sequence[Mapping[str, Tensor]],  # [M] by name
     ) -> dict[str, list[Floats]] | None:
-        """Return the values of every label by name, 0 where the mask is not set.
+        """Return the results of `run` for every label by name, 0 where the mask is not set.
 
         [N] per micro-batch; None except on the last stage.
         """
-        rows = self.run(micro_batches, measure, gives_hidden=gives_hidden)
         if not self.position.is_last_stage:
             return None
         return {

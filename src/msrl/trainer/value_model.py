@@ -44,7 +44,7 @@ class ValueModelReplica(ModelReplica):
         def measure(output: Output, batch: DeviceBatch) -> dict[str, Tensor]:
             return {"values": _values(output, batch)}
 
-        return RankValues(self.per_label(micro_batches, measure))
+        return RankValues(self.by_label(micro_batches, self.run(micro_batches, measure)))
 
     def update(
         self, micro_batches: Sequence[MicroBatch], request: UpdateRequest

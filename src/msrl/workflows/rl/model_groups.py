@@ -11,17 +11,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from msrl.algorithms.packing import Sequences
 from msrl.cluster.session import PlacedWorkers, Session
 from msrl.plan.roles import SeparateModel
 from msrl.plan.run_plan import RunPlan
 from msrl.platforms.base import Platform
 from msrl.trainer.checkpointing.resume import Retention, SavedTraining
 from msrl.trainer.objective.batches import BatchLimits
-from msrl.trainer.objective.requests import TokenRequest, UpdateRequest
 from msrl.workflows.training.settings import CRITIC_FOLDER, separate_rank_settings
 from msrl.workflows.training.train_worker import SavePlan
-from msrl.workflows.training.trainer_group import PendingForward, Rows, TrainerGroup
+from msrl.workflows.training.trainer_group import TrainerGroup
 from msrl.workflows.training.trainers import ray_ranks, save_plan
 
 
@@ -82,26 +80,9 @@ class ModelGroups(TrainerGroup):
         """Return True if the model of a role has separate devices."""
         return role in self._separate
 
-    def update(
-        self,
-        request: UpdateRequest,
-        sequences: Sequences,
-        limits: BatchLimits,
-        *,
-        rows: Rows | None = None,
-    ) -> dict[str, float]:
-        group = self._separate.get(request.model)
-        if group is None:
-            return super().update(request, sequences, limits, rows=rows)
-        return group.ranks.update(request, sequences, group.limits(limits), rows=rows)
-
-    def begin_forward(
-        self, request: TokenRequest, sequences: Sequences, limits: BatchLimits
-    ) -> PendingForward:
-        group = self._separate.get(request.role)
-        if group is None:
-            return super().begin_forward(request, sequences, limits)
-        return group.ranks.begin_forward(request, sequences, group.limits(limits))
+    def ranks_of(self, role: str, limits: BatchLimits) -> tuple[TrainerGroup, BatchLimits]:
+        group = self._separate.get(role)
+        return (self, limits) if group is None else (group.ranks, group.limits(limits))
 
     def offload(self) -> None:
         """Release the devices' memory, if engines need it."""

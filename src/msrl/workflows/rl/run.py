@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import replace
+from functools import partial
 
 from msrl.checks.asynchronous import is_corrected
 from msrl.plan.run_plan import RunPlan
@@ -71,16 +72,15 @@ def run(plan: RunPlan) -> None:
                     f"rollout.async.max_staleness={options.max_staleness}: the run trains on "
                     "samples of older policies without a correction"
                 )
-            session.run(
-                lambda resume: _train(replace(job, resume=resume), workers, session),
-                lambda resume: _restart(job, workers, resume),
-            )
+            session.run(partial(_train, job, workers, session), partial(_restart, job, workers))
         session.finish()
 
 
-def _train(job: RLSetup, workers: Workers, session: TrainingSession) -> None:
-    """Run the remaining steps."""
-    state = job.resume.state()["extra"] if job.resume else {}
+def _train(
+    job: RLSetup, workers: Workers, session: TrainingSession, resume: SavedTraining | None
+) -> None:
+    """Run the steps after a checkpoint, None for the initial weights."""
+    job, state = replace(job, resume=resume), resume.state()["extra"] if resume else {}
     updater = Updater(
         job.config,
         workers.trainers,

@@ -125,7 +125,8 @@ class TrainWorker:
 
     def forward(self, micro_batches: Sequence[MicroBatch], request: TokenRequest) -> RankValues:
         """Return values of every label from one pass of a model."""
-        return self._training_rank.forward(micro_batches, request)
+        with self._training_rank.model(request.model) as model:
+            return model.forward(micro_batches, request)
 
     def update(
         self, micro_batches: Sequence[MicroBatch], request: UpdateRequest

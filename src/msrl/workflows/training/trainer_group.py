@@ -84,8 +84,9 @@ class TrainerGroup:
         """
         if request.divisor is None:
             request = replace(request, divisor=num_loss_tokens(sequences))
-        batches = self._split(sequences, limits, rows)
-        return self._workers.wait(self._begin("update", batches, request))[0]
+        group, limits = self.ranks_of(request.model, limits)
+        batches = group._split(sequences, limits, rows)
+        return group._workers.call_each("update", group._arguments(batches, request))[0]
 
     def forward(
         self, request: TokenRequest, sequences: Sequences, limits: BatchLimits
@@ -104,9 +105,14 @@ class TrainerGroup:
         count = len(sequences.token_ids)
         if request.model != "policy":
             sequences = sequences._replace(routes=None)
-        batches = self._split(pad_sequences(sequences, self.dp_size), limits)
-        calls = self._begin("forward", batches, request)
-        return PendingForward(self._workers, calls, self._positions, batches, count)
+        group, limits = self.ranks_of(request.role, limits)
+        batches = group._split(pad_sequences(sequences, group.dp_size), limits)
+        calls = group._workers.begin_each("forward", group._arguments(batches, request))
+        return PendingForward(group._workers, calls, group._positions, batches, count)
+
+    def ranks_of(self, role: str, limits: BatchLimits) -> tuple[TrainerGroup, BatchLimits]:
+        """Return the ranks of a model, and the limits of its micro-batches."""
+        return self, limits
 
     def scores(self, name: str, token_ids: Sequence[Ints], batch: int) -> list[float]:
         """Return the score of a reward model at the last token of each sequence.
@@ -166,7 +172,8 @@ class TrainerGroup:
         self, sequences: Sequences, limits: BatchLimits, rows: Rows | None = None
     ) -> list[_RankBatches]:
         """Return the micro-batches of each data-parallel rank."""
-        limits = self._add_padding(limits)
+        # The parallel layout needs the padding.
+        limits = replace(limits, pad_to_multiple=self._positions[0].sequence_multiple)
         lengths = [len(ids) for ids in sequences.token_ids]
         rows = [[index] for index in range(len(lengths))] if rows is None else rows
         row_lengths = [sum(lengths[index] for index in row) for row in rows]
@@ -175,20 +182,15 @@ class TrainerGroup:
             for share in balanced(row_lengths, self.dp_size)
         ]
 
-    def _add_padding(self, limits: BatchLimits) -> BatchLimits:
-        """Return the limits with the padding that the parallel layout needs."""
-        return replace(limits, pad_to_multiple=self._positions[0].sequence_multiple)
-
-    def _begin(self, method: str, batches: Sequence[_RankBatches], request: object) -> Calls:
-        """Begin calls of all ranks with their micro-batches and a request."""
+    def _arguments(
+        self, batches: Sequence[_RankBatches], request: object
+    ) -> dict[int, tuple[Any, object]]:
+        """Return the arguments of each rank: its micro-batches and the request."""
         shared = [self._workers.share(own.micro_batches) for own in batches]
-        return self._workers.begin_each(
-            method,
-            {
-                rank: (shared[position.dp_rank], request)
-                for rank, position in enumerate(self._positions)
-            },
-        )
+        return {
+            rank: (shared[position.dp_rank], request)
+            for rank, position in enumerate(self._positions)
+        }
 
 
 @dataclass(frozen=True, slots=True)
