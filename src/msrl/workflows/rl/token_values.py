@@ -5,10 +5,10 @@ T tokens of a sequence.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from msrl.algorithms.packing import Sequences
 from msrl.config.schema import Config
 from msrl.plan.derived import needs_reference, samples_per_step
 from msrl.tracking.rollouts import LoggedValues
@@ -26,10 +26,12 @@ _BYTES = 18  # of a token in the record without the values of `log.tokens`, unco
 _BYTES_OF_VALUE = 4
 
 
-# Column of the record, the field of a prepared step that holds it, and the value to request.
-_OF_POLICY: Sequence[tuple[str, str, TokenValue]] = (
-    ("trainer_logprobs", "old_logprobs", "logprobs"),
-    ("entropies", "entropies", "entropies"),
+# Column of the record, the field of a prepared step that holds it, and the model and the value to
+# request.
+_COLUMNS: Sequence[tuple[str, str, str, TokenValue]] = (
+    ("reference_logprobs", "reference_logprobs", "reference", "logprobs"),
+    ("trainer_logprobs", "old_logprobs", "policy", "logprobs"),
+    ("entropies", "entropies", "policy", "entropies"),
 )
 
 
@@ -51,32 +53,23 @@ class TokenValues:
         numbers = self._numbers(len(prepared.trainable))
         if not numbers or self._limit_is_reached():
             return {}
-        fields = prepared.sequences.fields
-        has_reference = not needs_reference(self.config) or "reference_logprobs" in fields
-        missing: dict[str, TokenValue] = {
-            column: value for column, field, value in _OF_POLICY if field not in fields
-        }
-        if has_reference and not missing:
+        missing = defaultdict[str, dict[str, TokenValue]](dict)  # by model
+        for column, field, model, value in _COLUMNS:
+            if model == "reference" and not needs_reference(self.config):
+                continue
+            if field not in prepared.sequences.fields:
+                missing[model][column] = value
+        if not missing:
             return {}
         sampled = prepared.sequences._replace(loss_masks=prepared.trainable, fields={})
-        sequences = select(sampled, numbers)
-        columns = dict[str, Sequence[Floats]]()
+        sequences, columns = select(sampled, numbers), dict[str, Sequence[Floats]]()
+        temperature, limits = self.config.rollout.sampling.temperature, forward_limits(self.config)
         with clock("token_values"):
-            if not has_reference:
-                (rows,) = self._forward(sequences, "reference", ("logprobs",))
-                columns["reference_logprobs"] = rows
-            if missing:
-                values = self._forward(sequences, "policy", tuple(missing.values()))
-                columns |= zip(missing, values, strict=True)
+            for model, values in missing.items():
+                request = TokenRequest(tuple(values.values()), model, temperature)
+                result = self.trainers.forward(request, sequences, limits)
+                columns |= {column: result[value] for column, value in values.items()}
         return columns
-
-    def _forward(
-        self, sequences: Sequences, model: str, names: tuple[TokenValue, ...]
-    ) -> list[Sequence[Floats]]:
-        """Return values of a model at every token of every sequence."""
-        request = TokenRequest(names, model, self.config.rollout.sampling.temperature)
-        values = self.trainers.forward(request, sequences, forward_limits(self.config))
-        return [values[name] for name in names]
 
     def _numbers(self, num_samples: int) -> range:
         """Return the numbers of the samples to log: all, or those of the first groups."""

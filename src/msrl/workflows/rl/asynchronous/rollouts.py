@@ -6,6 +6,7 @@ passes finished groups to the scoring thread. The thread of the training takes b
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -93,15 +94,15 @@ class AsyncRollouts:
         }
         self._aborted: list[str] = []
         self._to_score: list[tuple[Ticket, RolloutGroup]] = []  # with greedy completions
-        self._direct: list[GroupRequest] = []
-        self._direct_requests: dict[str, GroupRequest] = {}
-        self._direct_results: dict[str, RolloutGroup | None] = {}
+        self._direct: list[GroupRequest] = []  # to send
+        self._direct_requests: dict[str, GroupRequest] = {}  # unfinished
+        self._direct_results: dict[str, RolloutGroup] = {}
+        self._direct_numbers = itertools.count()
         self._transfer = threading.Lock()  # while engines are restarted or called by the trainer
         self._loss: WorkerError | None = None  # in a call of the trainer
         self._num_restarts = 0
         self._exchange_began = time.monotonic()
         self._needs_weights = False  # since engines were restarted
-        self._num_direct = 0
         self._scores = _NO_SCORES  # failures and calls since the last step
         self._error: BaseException | None = None
         self._is_closing = False
@@ -225,25 +226,21 @@ class AsyncRollouts:
         returns.
         """
         count, seeds = sampling.num_samples, sample_seeds(prompts, sampling, policy_version)
-        keys: list[str] = []
         with self._condition:
             self._wait_until(
                 lambda: self._dispatcher.version >= policy_version, policy_version, _unanswered
             )
+            requests = dict[str, GroupRequest]()
             for n, prompt in enumerate(prompts):
-                keys.append(f"direct {self._num_direct}")
-                self._num_direct += 1
+                key = f"direct {next(self._direct_numbers)}"
                 own_seeds = tuple(seeds[n * count : (n + 1) * count])
-                request = GroupRequest(keys[-1], prompt, sampling, own_seeds)
-                self._direct.append(request)
-                self._direct_requests[keys[-1]], self._direct_results[keys[-1]] = request, None
+                requests[key] = GroupRequest(key, prompt, sampling, own_seeds)
+            self._direct += requests.values()
+            self._direct_requests |= requests
             self._wait_until(
-                lambda: all(self._direct_results[key] for key in keys), policy_version, _unanswered
+                lambda: self._direct_results.keys() >= requests.keys(), policy_version, _unanswered
             )
-            groups = [self._direct_results.pop(key) for key in keys]
-            for key in keys:
-                del self._direct_requests[key]
-        return tuple(group for group in groups if group is not None)
+            return tuple(self._direct_results.pop(key) for key in requests)
 
     def onload(self) -> None:
         """Do nothing: the engines always hold their memory."""
@@ -406,7 +403,7 @@ class AsyncRollouts:
         return requests, aborted
 
     def _receive(self, key: str, group: RolloutGroup) -> None:
-        if key in self._direct_results:
+        if self._direct_requests.pop(key, None) is not None:
             self._direct_results[key] = group
             return
         ticket = self._tickets.pop(key, None)
