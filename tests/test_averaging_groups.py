@@ -17,7 +17,7 @@ from msrl.algorithms.packing import Sequences
 from msrl.cli.configuration import load_configuration as load
 from msrl.config.schema import Config
 from msrl.errors import MsrlError
-from msrl.trainer.objective.batches import pad_sequences, with_weights
+from msrl.trainer.objective.batches import with_weights
 from msrl.trainer.objective.losses import ValueLoss
 from msrl.workflows.rl.update.batches import (
     UpdateBatch,
@@ -63,7 +63,7 @@ def update_losses(
             {},
         )
         groups = averaging_groups(config.algo.aggregate, batch, own)
-        weighted = with_weights(pad_sequences(own, 5), config.algo.aggregate.mode, None, groups)
+        weighted = with_weights(own, config.algo.aggregate.mode, None, groups)
         weights = [
             float(row[-1]) * bool(mask.any())
             for row, mask in zip(weighted.fields["weights"], weighted.loss_masks, strict=True)
@@ -112,7 +112,7 @@ def test_the_value_loss_of_updates_is_that_of_the_critic_of_mindspeed_rl(folder,
     own = config(f"algo.value.aggregate={mode}", "algo.advantage.estimator=gae", shards, sizes)
     fields = {name: _rows(data[name], lengths) for name in names[:3]}
     (batch,) = update_batches(own, [1] * 24, 0)
-    weighted = value_batch(own, step(lengths)._replace(fields=fields), batch, 5)
+    weighted = value_batch(own, step(lengths)._replace(fields=fields), batch)
     mask = np.concatenate(weighted.loss_masks)
     flat = {
         name: torch.from_numpy(np.concatenate(rows)[mask]) for name, rows in weighted.fields.items()

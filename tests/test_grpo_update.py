@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -18,10 +18,12 @@ import pytest
 from config_inputs import GENERATING, make_working_folder
 from fake_workers import FakeWorkers
 from msrl.algorithms.packing import Sequences
+from msrl.algorithms.rollout_arrays import rollout_arrays
 from msrl.cli.configuration import load_configuration as load
 from msrl.errors import MsrlError
+from msrl.trainer.objective.batches import BatchLimits
 from msrl.trainer.objective.requests import RankValues, TokenRequest, UpdateRequest
-from msrl.types import Completion, Floats, Prompt, Reward, RolloutGroup, ScoredGroup
+from msrl.types import Completion, Floats, MicroBatch, Prompt, Reward, RolloutGroup, ScoredGroup
 from msrl.workflows.rl.model_groups import ModelGroups, SeparateGroup
 from msrl.workflows.rl.setup import difficulty, prepare
 from msrl.workflows.rl.step import Clock
@@ -297,6 +299,36 @@ class RecordedRank(FakeWorkers):
             return [(WorkerPosition(0, True, 1), {})]
         lengths = [int(batch.cu_seqlens[-1]) for batch in arguments[0]]
         return [RankValues({"logprobs": [np.full(n, self.value, np.float32) for n in lengths]})]
+
+
+class DataParallelRanks(FakeWorkers):
+    """Three data-parallel ranks that record their micro-batches and the divisor of an update."""
+
+    def __init__(self) -> None:
+        super().__init__(3)
+        self.batches, self.divisors = list[list[MicroBatch]](), list[float | None]()
+
+    def start(self, rank: int, *_: object) -> tuple[WorkerPosition, dict[str, Any]]:
+        return WorkerPosition(rank, True, 1), {}
+
+    def update(
+        self, rank: int, batches: list[MicroBatch], request: UpdateRequest
+    ) -> dict[str, float]:
+        self.batches.append(batches)
+        self.divisors.append(request.divisor)
+        return {}
+
+
+def test_sequences_without_loss_fill_the_ranks_of_an_update():
+    workers, saves = DataParallelRanks(), cast("Any", None)
+    trainers = TrainerGroup(workers)
+    trainers.start(None, saves)
+    sequences = rollout_arrays([group(0, 1.0, 0.0), group(1, 1.0, 0.0)]).sequences
+    trainers.update(UpdateRequest(cast("Any", None), 0.1), sequences, BatchLimits(8))
+    (batches,) = zip(*workers.batches, strict=True)
+    assert [len(batch.cu_seqlens) - 1 for batch in batches] == [2, 2, 2]
+    assert sum(int(batch.loss_mask.sum()) for batch in batches) == 6
+    assert workers.divisors == [6.0] * 3
 
 
 def test_a_reference_on_separate_devices_computes_while_the_policy_does(folder: Path):

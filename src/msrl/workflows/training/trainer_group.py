@@ -80,7 +80,8 @@ class TrainerGroup:
     ) -> dict[str, float]:
         """Update a model once on these sequences; return the mean metrics.
 
-        The sequences of a row stay in one micro-batch. By default, each is a row.
+        The sequences of a row stay in one micro-batch. By default, each is a row, and sequences
+        without a loss are added until the data-parallel ranks have equally many.
         """
         if request.divisor is None:
             request = replace(request, divisor=num_loss_tokens(sequences))
@@ -99,14 +100,14 @@ class TrainerGroup:
     ) -> PendingForward:
         """Begin `forward` without waiting for the result.
 
-        The policy replays the routes of the sequences. Other models choose their own. Sequences
-        without a loss are added until the data-parallel ranks have equally many.
+        The policy replays the routes of the sequences. Other models choose their own. As many
+        sequences are added as for an update.
         """
         count = len(sequences.token_ids)
         if request.model != "policy":
             sequences = sequences._replace(routes=None)
         group, limits = self.ranks_of(request.role, limits)
-        batches = group._split(pad_sequences(sequences, group.dp_size), limits)
+        batches = group._split(sequences, limits)
         calls = group._workers.begin_each("forward", group._arguments(batches, request))
         return PendingForward(group._workers, calls, group._positions, batches, count)
 
@@ -174,8 +175,10 @@ class TrainerGroup:
         """Return the micro-batches of each data-parallel rank."""
         # The parallel layout needs the padding.
         limits = replace(limits, pad_to_multiple=self._positions[0].sequence_multiple)
+        if rows is None:
+            sequences = pad_sequences(sequences, self.dp_size)
+            rows = [[index] for index in range(len(sequences.token_ids))]
         lengths = [len(ids) for ids in sequences.token_ids]
-        rows = [[index] for index in range(len(lengths))] if rows is None else rows
         row_lengths = [sum(lengths[index] for index in row) for row in rows]
         return [
             _rank_batches(sequences, [rows[number] for number in share], limits)

@@ -27,7 +27,6 @@ from msrl.plan.derived import aggregate_constant, needs_draws, needs_old_logprob
 from msrl.trainer.objective.batches import (
     loss_token_counts,
     num_loss_tokens,
-    pad_sequences,
     select,
     with_weights,
 )
@@ -174,34 +173,29 @@ def policy_batches(
     sequences: Sequences,
     batches: Sequence[UpdateBatch],
     step: int,  # counted from the first step of the run
-    dp_size: int,
 ) -> Iterator[Sequences]:
     """Yield the sequences of each update of the policy, with the weights of `algo.aggregate`."""
     algo, constant = config.algo, aggregate_constant(config)
     for number, batch in enumerate(batches):
         own = select(sequences, batch.sequences)
-        groups = averaging_groups(algo.aggregate, batch, own)
         if needs_draws(config):
             own = with_draws(own, (config.run.seed, step - algo.value.warmup_steps, number))
-        own = pad_sequences(own, dp_size)
         if algo.top_entropy < 1.0:
             own = with_top_entropy(own, algo.top_entropy)
         if algo.old_logprobs == "log-linear":
             own = with_proximal_shares(own, step, number / len(batches))
         if num_loss_tokens(own):
+            groups = averaging_groups(algo.aggregate, batch, own)
             own = with_weights(own, algo.aggregate.mode, constant, groups)
         yield own
 
 
-def value_batch(
-    config: Config, sequences: Sequences, batch: UpdateBatch, dp_size: int
-) -> Sequences:
+def value_batch(config: Config, sequences: Sequences, batch: UpdateBatch) -> Sequences:
     """Return the sequences of an update of the critic, with weights of `algo.value.aggregate`."""
     own, mode = select(sequences, batch.sequences), config.algo.value.aggregate
-    groups = averaging_groups(config.algo.aggregate, batch, own)
-    own = pad_sequences(own, dp_size)
     if mode == "token-mean" or not num_loss_tokens(own):
         return own
+    groups = averaging_groups(config.algo.aggregate, batch, own)
     return with_weights(own, mode, aggregate_constant(config), groups)
 
 

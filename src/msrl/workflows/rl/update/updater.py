@@ -137,7 +137,7 @@ class Updater:
         """Update the critic once per batch; return the mean of the updates' metrics."""
         config = self._config
         schedule = Schedule.of(critic_optimizer(config), self._num_steps * updates_per_step(config))
-        own = (value_batch(config, sequences, batch, self._trainers.dp_size) for batch in batches)
+        own = (value_batch(config, sequences, batch) for batch in batches)
         reports, lr = self._run("critic", own, schedule, step * len(batches))
         means = {_CRITIC_NAMES.get(name, name): mean for name, mean in _means(reports).items()}
         return {**means, "value_lr": lr}
@@ -147,7 +147,7 @@ class Updater:
     ) -> dict[str, float]:
         """Update the policy once per batch; return the mean of the updates' metrics."""
         first = (step - self._config.algo.value.warmup_steps) * len(batches)
-        own = policy_batches(self._config, sequences, batches, step, self._trainers.dp_size)
+        own = policy_batches(self._config, sequences, batches, step)
         reports, lr = self._run("policy", own, self._schedule, first)
         metrics = _means(reports)
         if len(reports) < len(batches):
