@@ -89,13 +89,14 @@ def group_arrays(groups: Sequence[ScoredGroup]) -> GroupArrays:
     sizes = {len(group.rewards) for group in groups}
     if len(sizes) != 1:
         raise ValueError(f"groups of {sorted(sizes)} completions cannot form one batch")
-    rewards = [[reward.total for reward in group.rewards] for group in groups]
-    completions = [group.rollout.completions for group in groups]
-    reasons = np.array([[item.finish_reason for item in row] for row in completions])
+    rewards = [reward.total for group in groups for reward in group.rewards]
+    completions = [item for group in groups for item in group.rollout.completions]
+    shape = (len(groups), -1)
+    reasons = np.array([item.finish_reason for item in completions]).reshape(shape)
     return GroupArrays(
-        rewards=np.array(rewards, np.float64),
+        rewards=np.array(rewards, np.float64).reshape(shape),
         decided=np.array([group.is_decided for group in groups]),
-        lengths=np.array([[len(item.token_ids) for item in row] for row in completions], np.int64),
+        lengths=np.array([len(item.token_ids) for item in completions], np.int64).reshape(shape),
         truncated=(reasons == "length") | (reasons == "time"),
         faults=reasons == "fault",
     )
