@@ -108,7 +108,8 @@ def _statistic_error(
 
 
 def _values(rank: TrainingRank, batch: MicroBatch, request: TokenRequest) -> dict[str, np.ndarray]:
-    by_name = rank.policy.forward([batch], request).by_name
+    with rank.model(request.model) as model:
+        by_name = model.forward([batch], request).by_name
     assert by_name is not None
     return {name: rows[0] for name, rows in by_name.items()}
 

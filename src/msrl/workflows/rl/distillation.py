@@ -76,12 +76,12 @@ def teacher_fields(
         return {}
     fields = dict[str, tuple[Floats, ...]]()
     for number, teacher in enumerate(teachers):
-        weights = (teacher.weight * taught(teacher, arrays)).astype(np.float32)
+        weights = (teacher.weight * taught_completions(teacher, arrays)).astype(np.float32)
         fields[teacher_weight(number)] = arrays.scatter(arrays.repeat_by_token(weights))
     return fields
 
 
-def taught(teacher: TeacherConfig, arrays: RolloutArrays) -> Flags:  # [P, G]
+def taught_completions(teacher: TeacherConfig, arrays: RolloutArrays) -> Flags:  # [P, G]
     """Return the completions that a teacher teaches."""
     rows = np.array([teaches(teacher, prompt) for prompt in arrays.prompts])
     return np.broadcast_to(rows[:, None], arrays.lengths.shape)

@@ -23,7 +23,7 @@ from msrl.config.sections.algo import TeacherConfig
 from msrl.data.tokenizer import TextTokenizer
 from msrl.rollout.teacher_server import TeacherServer
 from msrl.types import Floats, Ints
-from msrl.workflows.rl.distillation import taught
+from msrl.workflows.rl.distillation import taught_completions
 
 _NUM_COMPARED = 256  # tokens of the vocabulary
 _Waiting: TypeAlias = "SimpleQueue[tuple[Ints, Future[Floats]]]"  # token ids and their request
@@ -62,7 +62,9 @@ class TeacherServers:
         with ExitStack() as stack:
             pending: list[tuple[TeacherServer, dict[int, Future[Floats]]]] = []
             for server in self._servers:
-                selected = arrays.repeat_by_sequence(taught(server.section, arrays) & is_trained)
+                selected = arrays.repeat_by_sequence(
+                    taught_completions(server.section, arrays) & is_trained
+                )
                 numbers = np.flatnonzero(selected).tolist()
                 requests = _start_requests(server, arrays.sequences, numbers)
                 for request in requests.values():

@@ -98,7 +98,7 @@ def compute_advantages(
         **_sample_metrics(arrays, is_trained, values.teachers),
         **_value_metrics(values.critic, returns),
     }
-    advantages = _finished(arrays, rewards, estimated, values.teachers, algo)
+    advantages = _final_advantages(arrays, rewards, estimated, values.teachers, algo)
     return StepAdvantages(advantages, returns, metrics)
 
 
@@ -187,7 +187,7 @@ def estimate_advantages(
     return np.where(rewards.everywhere(rewards.is_decided), advantages, 0.0)
 
 
-def _finished(
+def _final_advantages(
     arrays: RolloutArrays,
     rewards: TokenRewards,
     advantages: Reals,  # [N]

@@ -246,7 +246,9 @@ def averaging_groups(
     losses = loss_token_counts(sequences)
     groups: list[AveragingGroup] = []
     first = 0
-    for shard, divided in zip(batch.shards, _divided(aggregate, batch, sequences), strict=True):
+    for shard, divided in zip(
+        batch.shards, _members_by_shard(aggregate, batch, sequences), strict=True
+    ):
         for members in divided:
             samples = [rows[first + member] for member in members]
             is_trained = [any(losses[row] for row in sample) for sample in samples]
@@ -257,7 +259,7 @@ def averaging_groups(
     return tuple(groups)
 
 
-def _divided(
+def _members_by_shard(
     aggregate: AggregateConfig, batch: UpdateBatch, sequences: Sequences
 ) -> Sequence[tuple[Members, ...]]:
     """Return the groups of the samples of each shard."""
