@@ -13,7 +13,8 @@ from msrl.data.dataset import SftDataset
 from msrl.errors import MsrlError
 from msrl.types import DatasetManifest
 from msrl.workflows.preprocess import check, run
-from support import mentions, shared_data
+from support import mentions
+from tiny_qwen2 import make_tokenizer
 
 GOOD = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}
 LINES = [
@@ -33,9 +34,10 @@ BAD = [2, 3, 4, 6, 7, 8, 10]
 
 def preprocess(tmp_path: Path, name: str, text: str, **keys: Any) -> DatasetManifest:
     (tmp_path / name).write_text(text)
+    make_tokenizer().save_pretrained(tmp_path / "tokenizer")
     values = {
         "input": [str(tmp_path / name)],
-        "tokenizer": str(shared_data("tokenizers", "qwen2.5-0.5b-instruct")),
+        "tokenizer": str(tmp_path / "tokenizer"),
         "handler": "sharegpt",
         "template": "chatml",
         "output_prefix": str(tmp_path / "out" / "x"),
