@@ -544,6 +544,7 @@ def test_adapters_are_saved_alone_resumed_and_exported_merged(inputs, config):
     )
 
 
+@pytest.mark.full
 def test_a_run_stops_early_and_keeps_the_best_checkpoint(inputs, config, capfd):
     sections = {
         "data": {
