@@ -1,5 +1,6 @@
 """Small reward models in the real process, compared with a forward pass of transformers."""
 
+import functools
 import json
 
 import numpy as np
@@ -47,13 +48,20 @@ def folder(tmp_path_factory):
     return folder
 
 
+@functools.cache
+def load(folder):
+    """Return model and tokenizer."""
+    from transformers import AutoModelForSequenceClassification
+
+    model = AutoModelForSequenceClassification.from_pretrained(folder, dtype="float32").eval()
+    return model, AutoTokenizer.from_pretrained(folder)
+
+
 def compute(folder, texts):
     """Return the score at the last token of each text, computed without padding."""
     import torch
-    from transformers import AutoModelForSequenceClassification
 
-    model = AutoModelForSequenceClassification.from_pretrained(folder, dtype=torch.float32).eval()
-    tokenizer = AutoTokenizer.from_pretrained(folder)
+    model, tokenizer = load(folder)
     with torch.inference_mode():
         return [
             model(**tokenizer(text, return_tensors="pt", add_special_tokens=False)).logits.item()
@@ -86,6 +94,13 @@ def test_the_batch_of_a_model_that_was_killed_is_scored_again(folder):
         assert totals(scorer.score([group(*TEXTS)])) == totals(first)
 
 
+@pytest.fixture(scope="module")
+def scorer(folder):
+    """Scorer of texts that begin with the decoded prompt."""
+    with Scorer([Source(model=str(folder))], 1, prompt_text=load(folder)[1].decode) as scorer:
+        yield scorer
+
+
 @pytest.mark.parametrize(
     ("response", "text", "finish_reason"),
     [
@@ -99,17 +114,16 @@ def test_the_batch_of_a_model_that_was_killed_is_scored_again(folder):
     ],
 )
 def test_a_model_scores_special_tokens_and_the_one_that_ended_the_response(
-    folder, response, text, finish_reason
+    folder, scorer, response, text, finish_reason
 ):
     """`train-rm` trains the score at the last token."""
-    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer = load(folder)[1]
     ids = np.array(tokenizer(response)["input_ids"])
     episode = Episode((), (), ()) if "tool" in response else None
     logprobs = np.zeros(len(ids), np.float32)
     completion = Completion(ids, logprobs, finish_reason, 0, text, episode=episode)
     rollout = RolloutGroup(Prompt(0, np.array(tokenizer("Q: ")["input_ids"])), (completion,))
-    with Scorer([Source(model=str(folder))], 1, prompt_text=tokenizer.decode) as scorer:
-        (scores,) = totals(scorer.score([rollout]))
+    (scores,) = totals(scorer.score([rollout]))
     read = f"Q: {text}<|im_end|>" if "tool" in response else f"Q: {response}"
     assert scores == pytest.approx(compute(folder, [read]), abs=1e-5)
 
@@ -126,22 +140,19 @@ def test_a_model_reads_questions_by_its_own_template(folder):
     assert_mentions(mistake[2], "options.prompt_column")
 
 
-def test_texts_that_a_model_cannot_score_are_reported_and_never_truncated(folder):
+def test_texts_that_a_model_cannot_score_are_reported_and_never_truncated(folder, scorer):
     with Scorer(
         [Source(model=str(folder), on_failure="undecided"), Source(verifier="step")], 1
-    ) as scorer:
-        scores = scorer.score([group("x", "word " * 100)])
+    ) as undecided:
+        scores = undecided.score([group("x", "word " * 100)])
     assert scores.failures == {"reward_model/error": 1}
     assert_mentions(scores.notes[0], "101 tokens", "reward model", "64")
-    with (
-        Scorer([Source(model=str(folder))], 1) as scorer,
-        pytest.raises(MsrlError, match=mentions("reward_model", "error", "prompt 0")),
-    ):
+    with pytest.raises(MsrlError, match=mentions("reward_model", "error", "prompt 0")):
         scorer.score([group("word " * 100)])
     with Scorer(
         [Source(model=str(folder), timeout_s=1e-4, on_failure="wrong", wrong=-1.0)], 1
-    ) as scorer:
-        scores = scorer.score([group(*["word " * 50] * 64)])
+    ) as impatient:
+        scores = impatient.score([group(*["word " * 50] * 16)])
     # On a busy machine, some replies may be there before the first look at the time.
     assert scores.failures["reward_model/timeout"]
     assert sum(scores.failures.values()) == totals(scores)[0].count(-1.0)
