@@ -22,7 +22,18 @@ import guardian
 guardian.begin()
 
 # The slowest files, slowest first. In parallel runs, a slow file at the end would run alone.
-LONGEST = ("train_grpo", "training", "train_sft", "gsm8k", "mixture_training", "cluster")
+LONGEST = (
+    *(
+        "train_sft",
+        "train_grpo",
+        "training",
+        "preprocess",
+        "chat",
+        "rewards_sandbox",
+        "sft_cluster",
+    ),
+    *("serve", "convert_proof", "mixture_training"),
+)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
