@@ -74,7 +74,8 @@ class LogitSource:
         from transformers import modeling_gguf_pytorch_utils
 
         # transformers has no switch for the progress bar of this loop.
-        vars(modeling_gguf_pytorch_utils)["tqdm"] = _without_bar
+        reader: Any = modeling_gguf_pytorch_utils
+        reader.tqdm = _without_bar
         with self._progress("transformers") as bar:
             model = layerwise.model_class(source.shape).from_pretrained(
                 str(file.parent),
