@@ -266,3 +266,20 @@ def test_the_diagnosis_by_hand_and_against_the_exact_divergences():
     }
     assert means["sampler_kl"] == pytest.approx(EXACT)
     assert means["sampler_chi2"] == pytest.approx(float((REFERENCE**2 / POLICY).sum() - 1))
+
+
+def test_the_terms_of_the_loss_have_the_signs_and_coefficients_of_the_settings():
+    """The loss falls with the entropy and rises with the divergence and the likelihood loss."""
+    logprobs = torch.tensor([-0.5, -2.0], dtype=torch.float64)
+    entropy, divergence = torch.tensor([1.0, 3.0]), torch.tensor([0.25, 0.75])
+    outputs = Outputs(logprobs, torch.arange(2), entropy, divergence[:, None])
+    fields = {
+        "weights": torch.full((2,), 0.5, dtype=torch.float64),
+        "advantages": torch.tensor([1.0, -1.0], dtype=torch.float64),
+    }
+    coefs = {"kl_coef": 0.1, "kl_estimator": "full", "entropy_coef": 0.01, "sft_coef": 0.2}
+    value, sums = PolicyLoss(1.0, policy_loss="vanilla", **coefs)(outputs, fields, 2)
+    policy = sums["policy_loss"].item() / 2
+    likelihood = 0.5 / 2  # of the answer with a positive advantage
+    assert value.item() == pytest.approx(policy + 0.1 * 0.5 - 0.01 * 2.0 + 0.2 * likelihood)
+    assert sums["entropy"].item() == pytest.approx(4.0)
