@@ -316,7 +316,9 @@ def list_imports(path: Path) -> set[str]:
         file = pending.pop()
         seen.add(file)
         names |= own_imports(file)
-        helpers = {ROOT / "tests" / f"{name.split('.')[0]}.py" for name in own_imports(file)}
+        started = re.findall(r'"(\w+):main"', file.read_text())  # code of ranks
+        modules = [*(name.split(".")[0] for name in own_imports(file)), *started]
+        helpers = {ROOT / "tests" / f"{module}.py" for module in modules}
         pending |= {helper for helper in helpers - seen if helper.exists()}
     return names
 
