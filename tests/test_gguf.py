@@ -11,6 +11,7 @@ import pytest
 import torch
 from gguf import GGMLQuantizationType as Quantization
 from safetensors.torch import load_file
+from tokenizers.pre_tokenizers import ByteLevel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from gguf_files import MODELS, make_model, write_gguf
@@ -47,7 +48,10 @@ def test_a_float32_file_gives_the_weights_and_logits_of_its_model(name, tmp_path
             assert torch.equal(stored[tensor_name], tensor), tensor_name
 
 
-@pytest.mark.parametrize("quantization", ["F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1"])
+OTHER_TYPES = [pytest.param(t, marks=pytest.mark.full) for t in ("BF16", "Q4_0", "Q5_0", "Q5_1")]
+
+
+@pytest.mark.parametrize("quantization", ["F16", "Q8_0", "Q4_1", *OTHER_TYPES])
 def test_a_quantized_file_gives_the_values_of_its_blocks(quantization, tmp_path, capsys):
     model, kind = make_model("llama"), Quantization[quantization]
     file = write_gguf(tmp_path / "model.gguf", "llama", model, kind)
@@ -113,7 +117,7 @@ def test_smollm_splits_digits_before_words(tmp_path):
     """Otherwise the second of two spaces before a number would belong to the number."""
     changes = {"tokenizer.ggml.pre": "smollm", "tokenizer.ggml.merges": ["\u0120 \u0120", "1 2"]}
     model = make_model("llama")
-    tokens = ["<s>", "<e>", "<p>", *sorted(_alphabet()), "\u0120\u0120", "12"]
+    tokens = ["<s>", "<e>", "<p>", *sorted(ByteLevel.alphabet()), "\u0120\u0120", "12"]
     tokens += [f"<|{number}|>" for number in range(model.config.vocab_size - len(tokens))]
     changes |= {"tokenizer.ggml.tokens": tokens, "tokenizer.ggml.token_type": [1] * len(tokens)}
     file = write_gguf(tmp_path / "model.gguf", "llama", model, changes=changes)
@@ -121,12 +125,6 @@ def test_smollm_splits_digits_before_words(tmp_path):
     open_gguf(file, tmp_path / "hf")
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "hf")
     assert tokenizer.tokenize("a  12") == ["a", "\u0120\u0120", "1", "2"]
-
-
-def _alphabet() -> list[str]:
-    from tokenizers.pre_tokenizers import ByteLevel
-
-    return ByteLevel.alphabet()
 
 
 @pytest.mark.parametrize(

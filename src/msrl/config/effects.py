@@ -1,8 +1,8 @@
-"""What a configuration key needs to have an effect: a training that reads it, and other keys.
+"""Needs of configuration keys: the trainings that read them, and values of other keys.
 
-These are tables beside the schema, because sections need something, too, and several sections
-inherit the same fields. `msrl.checks.effects` refuses keys without effect. A key of a list of
-sections has no number here.
+A key whose needs are not met has no effect, and `msrl.checks.effects` refuses it. The tables are
+beside the schema, because sections have needs too, and several sections inherit the same fields.
+A key of a list of sections has no number here.
 """
 
 from __future__ import annotations

@@ -21,8 +21,9 @@ _LLAMA3 = (
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 _QWEN2 = _LLAMA3.replace("{1,3}", "")
-_SINGLE_DIGITS = ""  # single digits, and the words of GPT-2
-# How a byte-level tokenizer splits text, by `tokenizer.ggml.pre`. Source: llama-vocab.cpp.
+_SINGLE_DIGITS = ""  # single digits, and the words of GPT-2, which `tokenizers` provides
+# Expressions by which byte-level tokenizers split text, by `tokenizer.ggml.pre`. Source:
+# llama-vocab.cpp of llama.cpp.
 _SPLITS = {
     "llama-bpe": _LLAMA3,
     "llama3": _LLAMA3,

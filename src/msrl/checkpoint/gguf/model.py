@@ -169,7 +169,9 @@ class _Settings:
     def _value(self, name: str, default: float | None) -> Any:
         value = self._file.metadata.get(self._prefix + name, default)
         if value is None:
-            raise MsrlError(f"{self._file.path}: {self._prefix}{name} is missing. It is damaged.")
+            raise MsrlError(
+                f"{self._file.path}: {self._prefix}{name} is missing. Download the file again."
+            )
         return value
 
     def count(self, name: str, default: int | None = None) -> int:
@@ -260,5 +262,5 @@ def _in_halves(stored: StoredTensor, heads: int) -> Tensor:
 
 def _special_tokens(file: GgufFile) -> dict[str, int]:
     names = {"bos": "bos", "eos": "eos", "padding": "pad"}
-    found = {hf: file.metadata.get(f"tokenizer.ggml.{name}_token_id") for name, hf in names.items()}
-    return {f"{hf}_token_id": token for hf, token in found.items() if isinstance(token, int)}
+    ids = {hf: file.metadata.get(f"tokenizer.ggml.{name}_token_id") for name, hf in names.items()}
+    return {f"{hf}_token_id": token for hf, token in ids.items() if isinstance(token, int)}

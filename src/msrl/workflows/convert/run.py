@@ -44,7 +44,7 @@ from msrl.workflows.convert.plan import target_from
 from msrl.workflows.training.integrity import UNVERIFIED, verify_files
 
 FROM_HF, TO_HF = ("hf2mcore", "hf2hf"), ("mcore2hf", "hf2hf", "gguf2hf")
-FROM_GGUF = "gguf2hf"
+FROM_MCORE, FROM_GGUF = ("mcore2hf", "reshard"), "gguf2hf"
 
 
 def run(config: Config) -> None:
@@ -104,8 +104,7 @@ def _check_conversion(config: Config, source: WeightSource, load: Path, save: Pa
     if convert.verify:
         report.require_memory(source.shape, in_memory=convert.command == FROM_GGUF)
     # Read before anything is written, because the training state may be damaged too.
-    has_state = convert.command not in (*FROM_HF, FROM_GGUF)
-    dropped = training_state(load) if has_state else []
+    dropped = training_state(load) if convert.command in FROM_MCORE else []
     require_free_path(save)
     require_free_path(_result(convert, save))
     num_bytes, write = _prepare(convert, source, _result(convert, save))
