@@ -148,7 +148,7 @@ def _separate(role: str) -> Needs:
     return Needs((key,), why=why, commands=ROLLOUTS)
 
 
-# Needs of a key or section. All of them must be met, and those of the sections around it.
+# Needs of a key or section. All of them and all needs of the sections around it must be met.
 NEEDS: dict[str, tuple[Needs | NeedsPlugin, ...]] = {
     "algo.advantage.gamma": (_estimator("gamma"),),
     "algo.advantage.lambda": (_estimator("lam"),),
