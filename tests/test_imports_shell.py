@@ -115,6 +115,15 @@ def test_placeholders_stay_whole_and_are_reported(tmp_path: Path) -> None:
     assert_mentions(key_result.text, "placeholder")
 
 
+@pytest.mark.parametrize("value", ["$NOT_SET", "${NOT_SET}", '"$NOT_SET"', "a$NOT_SET", "$OTHER"])
+def test_a_variable_assigned_from_an_unset_one_has_no_value(value: str) -> None:
+    script = f"OTHER=$NOT_SET\nNODES={value}\nexport NODES\n{PROGRAM} --load=$NODES $NODES"
+    (command,) = parse_script(script, "s.sh").commands
+    load = command[2]
+    assert load.text.startswith("--load=")
+    assert_mentions(load.problem, "$NOT_SET is not set")
+
+
 def test_an_empty_variable_is_reported(tmp_path: Path) -> None:
     translation = convert("mindspeed-llm", f"{CONVERT} --load-dir a $MOE_ARGS", tmp_path)
     assert [o.entry.key for o in translation.key_results if o.entry.section == "variable"] == [

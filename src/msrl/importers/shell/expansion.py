@@ -59,6 +59,8 @@ def expand_value(text: str, line: int, scope: Scope) -> Variable:
     expander = _Expander(text, line, scope, splits=False)
     words = expander.words()
     problem = next((word.problem for word in words if word.problem), "")
+    if len(words) == 1 and problem and not words[0].text:  # an unset variable by itself
+        return Variable("", (), problem)
     return Variable(" ".join(word.text for word in words), tuple(words), problem)
 
 
@@ -218,7 +220,7 @@ class _Expander:
     def _add_unknown(self, name: str, value: Variable, line: int, *, is_start: bool) -> None:
         """Add an expansion without a value: a word by itself, or a part of one."""
         following = self.source[self.pos : self.pos + 1]
-        is_word = is_start and (not following or following.isspace())
+        is_word = self.splits and is_start and (not following or following.isspace())
         return self._add_unset(name, value, line) if is_word else self._add_value(value)
 
     def _add_unset(self, name: str, value: Variable, line: int) -> None:
