@@ -93,7 +93,7 @@ class Override:
             return None
         if match[1] == "~":
             return Override(match[2], None)
-        value = parse(match[3], str(origin), located=False, is_old=True)
+        value = parse(_spaced(match[3]), str(origin), located=False, is_old=True)
         return Override(match[2], wrap(plain(value), origin))
 
     def apply_to(self, tree: Node) -> Node:
@@ -104,6 +104,21 @@ class Override:
 
 
 _OVERRIDE = re.compile(r"(~|\+{0,2})([A-Za-z_][\w./@-]*)(?:=(.*))?", re.S)
+
+
+# A quoted text, or the start of an entry of `{...}`: its key and a colon without a blank.
+_ENTRY = re.compile(r"""("(?:\\.|[^"\\])*"|'(?:\\.|[^'\\])*')|([{,]\s*[\w.$/-]+):(?=[^\s:])""")
+
+
+def _spaced(value: str) -> str:
+    """Return a value with a blank after each key, which YAML needs and hydra does not.
+
+    >>> _spaced("{lr:1e-6,name:a}")
+    '{lr: 1e-6,name: a}'
+    """
+    if not value.lstrip().startswith(("{", "[{")):
+        return value
+    return _ENTRY.sub(lambda match: match[1] or f"{match[2]}: ", value)
 
 
 def _remove_key(tree: Node, path: Sequence[str]) -> Node:
