@@ -257,6 +257,8 @@ DIFFERENT = [
     "algorithm.rollout_correction.rollout_rs=token_k1",
     "actor_rollout_ref.actor.policy_loss.loss_mode=geo_mean",
     "data.apply_chat_template_kwargs={enable_thinking: false}",
+    "+actor_rollout_ref.model.override_config.max_position_embeddings=4096",
+    "+actor_rollout_ref.model.override_config.model_config.max_position_embeddings=4096",
 ]
 
 
@@ -351,6 +353,38 @@ def test_an_unset_folder_is_a_placeholder_and_an_unset_number_an_error(tmp_path:
     assert values(lines, tmp_path)["model.path"] == "<NO_SUCH_FOLDER_9>/qwen"
     message = errors(["actor_rollout_ref.rollout.n=$NO_SUCH_NUMBER_9"], tmp_path)
     assert_mentions(message, "$NO_SUCH_NUMBER_9 is not set")
+
+
+def test_an_empty_required_path_is_a_placeholder(tmp_path: Path) -> None:
+    found = values(["data.train_files=$ROWS", "actor_rollout_ref.model.path="], tmp_path)
+    assert found["data.train"] == "<ROWS>"
+    assert found["model.path"] == "<actor_rollout_ref.model.path>"
+
+
+@pytest.mark.parametrize(
+    ("value", "name"),
+    [("grpo$NO_SUFFIX_9", "grpo"), ("grpo_$(now)", "grpo"), ("$(now)", "run"), ("`now`_a", "a")],
+)
+def test_a_name_that_is_known_in_part_is_kept_and_reported(
+    value: str, name: str, tmp_path: Path
+) -> None:
+    translation = imported_script([f"trainer.experiment_name={value}"], tmp_path)
+    assert native(translation)["run"]["name"] == name
+    assert_mentions("\n".join(translation.remarks), "run.sh:8", f"trainer.experiment_name={name}")
+
+
+def test_one_update_per_step_needs_no_replay_of_the_router(tmp_path: Path) -> None:
+    mode = "actor_rollout_ref.actor.router_replay.mode=R2"
+    assert values([mode], tmp_path)["train.router.replay"] == "trainer"
+    single = [mode, "data.train_batch_size=256"]
+    assert "train.router.replay" not in values(single, tmp_path)
+
+
+def test_values_in_braces_need_no_blank_after_a_colon(tmp_path: Path) -> None:
+    lines = ["'actor_rollout_ref.actor.optim={lr:2e-6,weight_decay:0.5}'"]
+    found = values(lines, tmp_path)
+    assert found["train.optimizer.lr"] == 2e-6
+    assert found["train.optimizer.weight_decay"] == 0.5
 
 
 def test_the_filter_compares_scores_before_the_penalty(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from typing import Any, cast
 from msrl.config.sources import wrap
 from msrl.importers.native_keys import has_key
 from msrl.importers.sections import Keys, as_list
-from msrl.importers.translation import KeyStatus
+from msrl.importers.translation import KeyStatus, SourceKey
 from msrl.importers.verl.layout import data_parallel, shared_ranks
 from msrl.importers.verl.sections import (
     ACTOR,
@@ -130,14 +130,30 @@ def _put_template(sections: Sections) -> None:
         text = "a chat template in the configuration: use `msrl preprocess --template FILE`"
         data.translation.difference(entry, text)
     entry = model.get("override_config")
-    keys = settings_of(entry)
-    names = [str(name) for name in keys if name not in ("attn_implementation", "model_config")]
-    names += ["model_config"] if keys.get("model_config") else []
-    if entry is not None and [name for name in names if keys[name]]:
+    keys = _model_changes(entry)
+    names = [name for name, value in keys.items() if value and name not in _SAME_MODEL]
+    if entry is not None and names:
         text = f"not supported: changes of the model ({', '.join(names)}). Change its config.json."
         data.translation.add_error(entry, text)
+    elif entry is not None and keys.get(_POSITIONS):
+        text = (
+            f"{_POSITIONS}={keys[_POSITIONS]}: msrl reads it from the model's config.json, where "
+            "it changes results only with a scaled rotary embedding"
+        )
+        data.translation.difference(entry, text)
     elif entry is not None:
         data.translation.record(entry, KeyStatus.SPEED, "implementation of attention")
+
+
+_POSITIONS = "max_position_embeddings"
+_SAME_MODEL = ("attn_implementation", _POSITIONS)
+
+
+def _model_changes(entry: SourceKey | None) -> dict[str, object]:
+    """Return the changes of a model's configuration; those for Megatron are in `model_config`."""
+    keys = settings_of(entry)
+    inner = keys.pop("model_config", None)
+    return keys | cast(dict[str, object], inner) if isinstance(inner, dict) else keys
 
 
 def samples_per_prompt(sections: Sections) -> int:

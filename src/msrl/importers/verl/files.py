@@ -31,7 +31,7 @@ from msrl.importers.verl.batches import (
 from msrl.importers.verl.composition import OWN_FILES, Choices, compose
 from msrl.importers.verl.layout import put_layout
 from msrl.importers.verl.rewards import put_filter_source, put_rewards
-from msrl.importers.verl.rollout import put_evaluation, put_rollout
+from msrl.importers.verl.rollout import put_evaluation, put_rollout, put_routing
 from msrl.importers.verl.run import put_critic, put_reference, put_run, record_other_engines
 from msrl.importers.verl.sections import ACTOR, OPTIM, Sections
 
@@ -89,6 +89,7 @@ def _translate_training(translation: Translation, tree: Node, choices: Choices) 
     put_adapters(sections)
     put_algorithm(sections)
     put_rollout(sections)
+    put_routing(sections)
     put_rewards(sections)
     put_filter_source(sections)
     put_evaluation(sections)
@@ -154,6 +155,8 @@ def translate_words(words: list[Word], name: str) -> Translation:
     start = _start(words)
     launcher, program = words[:start], _module(words[start - 1]) if start else ""
     words = [_with_placeholder(word) for word in words[start:] if not _is_unknown_of_ray(word)]
+    remarks = [remark for word in words if (remark := _remark_on_name(word, name))]
+    words = [_with_known_name(word, name) for word in words]
     problems = [
         f"{Origin(name, word.line)}: {word.text}: {word.problem}" for word in words if word.problem
     ]
@@ -186,6 +189,7 @@ def translate_words(words: list[Word], name: str) -> Translation:
         translation = translate(tree, file or Path(name), overrides, own)
     translation.name = name
     translation.errors[:0] = errors
+    translation.remarks += remarks
     return translation
 
 
@@ -197,12 +201,39 @@ _PATHS = re.compile(
 _UNSET = re.compile(r"\$(\w+) is not set\b")
 
 
+_REQUIRED = re.compile(r"\+*(data\.train_files|actor_rollout_ref\.model\.path)=")
+
+
 def _with_placeholder(word: Word) -> Word:
-    """Return a path below a folder that no variable names as a placeholder."""
+    """Return a required path that is empty, or whose variable is not set, as a placeholder."""
+    required = _REQUIRED.fullmatch(word.text)
+    if required is not None and not word.problem:
+        return Word(f"{word.text}<{required[1]}>", word.line)
     unset, key = _UNSET.match(word.problem), _PATHS.match(word.text)
     if unset is None or key is None:
         return word
     return Word(f"{key[0]}<{unset[1]}>{word.text[key.end() :]}", word.line)
+
+
+# Keys of names, on which no result depends.
+_NAMES = re.compile(r"\+*trainer\.(?:project|experiment)_name=")
+_COMMAND = re.compile(r"\$\([^()]*\)|`[^`]*`")
+
+
+def _with_known_name(word: Word, script: str) -> Word:
+    """Return a name without the parts whose value is not known; if none is left, the script's."""
+    key = _NAMES.match(word.text)
+    if not word.problem or key is None:
+        return word
+    known = _COMMAND.sub("", word.text[key.end() :]).strip("-_. ")
+    return Word(f"{key[0]}{known or Path(script).stem}", word.line)
+
+
+def _remark_on_name(word: Word, script: str) -> str:
+    known = _with_known_name(word, script)
+    if known is word:
+        return ""
+    return f"{Origin(script, word.line)}: {known.text}: shortened, since {word.problem}"
 
 
 # Options of Ray, and the items of arrays that a condition of a script may add to them.

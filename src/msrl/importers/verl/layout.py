@@ -26,7 +26,6 @@ from msrl.importers.verl.sections import (
 _STRATEGIES = ("fsdp", "fsdp2", "megatron", "veomni")
 _HALF = ("float16", "fp16")
 _SEQUENCE = "ulysses_sequence_parallel_size"
-_ROUTING = {"disabled": "none", "R2": "trainer", "R3": "engine"}
 
 
 def put_layout(sections: Sections) -> None:
@@ -50,7 +49,6 @@ def put_layout(sections: Sections) -> None:
         _put_ulysses(sections, is_veomni=is_veomni)
         _put_checkpointing(sections[MODEL])
     _put_precision(sections[engine])
-    _put_routing(sections, engine)
     _put_quantization(sections)
     actor.record("strategy", KeyStatus.SAME, "msrl trains with Megatron, which computes the same")
 
@@ -196,37 +194,6 @@ def _put_mixed_precision(engine: Keys) -> None:
         return engine.translation.approximate(entry, "model.dtype", "bfloat16", text)
     text = "bfloat16 computations, and sums of gradients in float32"
     return engine.translation.record(entry, KeyStatus.SAME, text)
-
-
-def _put_routing(sections: Sections, engine: str) -> None:
-    """Translate routing replay, which the actor, its engine or the rollout sets."""
-    rollout = sections["actor_rollout_ref.rollout"]
-    if rollout.value("enable_rollout_routing_replay") is True:
-        _put_engine_routing(rollout, rollout.get("enable_rollout_routing_replay"))
-    rollout.record("enable_rollout_routing_replay", KeyStatus.OFF, "")
-    for name in (ACTOR, engine):
-        entry = sections[name].get("router_replay")
-        if entry is None:
-            continue
-        mode = settings_of(entry).get("mode", "disabled")
-        if mode not in _ROUTING:
-            text = f"mode must be one of {', '.join(_ROUTING)}"
-            sections.translation.add_error(entry, text)
-        elif mode == "disabled":
-            sections.translation.record(entry, KeyStatus.OFF, "")
-        elif mode == "R3":
-            _put_engine_routing(rollout, entry)
-        else:
-            sections.translation.assign(entry, ["train.router.replay"], _ROUTING[mode])
-
-
-def _put_engine_routing(rollout: Keys, entry: SourceKey | None) -> None:
-    """Replay the experts of the engine, which msrl reads from layers that are not compiled."""
-    if entry is not None:
-        rollout.translation.assign(entry, ["train.router.replay"], "engine")
-        rollout.translation.set("rollout.engine.eager", wrap(True, entry.origin))
-        text = "true, because msrl reads the experts from layers that are not compiled"
-        rollout.record("enforce_eager", KeyStatus.SPEED, text)
 
 
 _SWITCHED = {

@@ -1,4 +1,4 @@
-"""Translation of verl's generation, and of evaluation on `data.val_files`.
+"""Translation of verl's generation, its routing replay, and of evaluation on `data.val_files`.
 
 Source: verl 1dda0392, verl/workers/config/rollout.py and verl/trainer/ppo/v1/trainer_base.py.
 """
@@ -10,8 +10,17 @@ from typing import Any
 from msrl.config.messages import node_at
 from msrl.config.sources import wrap
 from msrl.importers.sections import Keys, refuse_unknown
-from msrl.importers.translation import KeyStatus
-from msrl.importers.verl.sections import ROLLOUT, Sections, settings_of
+from msrl.importers.translation import KeyStatus, SourceKey
+from msrl.importers.verl.batches import updates_per_step
+from msrl.importers.verl.sections import (
+    ACTOR,
+    FSDP,
+    MEGATRON,
+    ROLLOUT,
+    VEOMNI,
+    Sections,
+    settings_of,
+)
 
 _ENGINES = {"sglang": "SGLang", "hf": "transformers", "trtllm": "TensorRT-LLM"}
 _AGENT = "single_turn_agent"
@@ -161,3 +170,40 @@ def has_evaluation(sections: Sections) -> bool:
     """Return True if the translated run evaluates."""
     tree = sections.translation.tree
     return any(node_at(tree, ["eval", name]) for name in ("every_steps", "at_start"))
+
+
+_ROUTING = ("disabled", "R2", "R3")
+
+
+def put_routing(sections: Sections) -> None:
+    """Translate routing replay, which the actor, its engine or the rollout sets."""
+    rollout = sections[ROLLOUT]
+    if rollout.value("enable_rollout_routing_replay") is True:
+        _put_engine_routing(rollout, rollout.get("enable_rollout_routing_replay"))
+    rollout.record("enable_rollout_routing_replay", KeyStatus.OFF, "")
+    for name in (ACTOR, FSDP, MEGATRON, VEOMNI):
+        entry = sections[name].get("router_replay")
+        if entry is None:
+            continue
+        mode = settings_of(entry).get("mode", "disabled")
+        if mode not in _ROUTING:
+            text = f"mode must be one of {', '.join(_ROUTING)}"
+            sections.translation.add_error(entry, text)
+        elif mode == "disabled":
+            sections.translation.record(entry, KeyStatus.OFF, "")
+        elif mode == "R3":
+            _put_engine_routing(rollout, entry)
+        elif updates_per_step(sections) == 1:
+            text = "one update per step, whose experts are those of the old log-probabilities"
+            sections.translation.record(entry, KeyStatus.SAME, text)
+        else:
+            sections.translation.assign(entry, ["train.router.replay"], "trainer")
+
+
+def _put_engine_routing(rollout: Keys, entry: SourceKey | None) -> None:
+    """Replay the experts of the engine, which msrl reads from layers that are not compiled."""
+    if entry is not None:
+        rollout.translation.assign(entry, ["train.router.replay"], "engine")
+        rollout.translation.set("rollout.engine.eager", wrap(True, entry.origin))
+        text = "true, because msrl reads the experts from layers that are not compiled"
+        rollout.record("enforce_eager", KeyStatus.SPEED, text)
