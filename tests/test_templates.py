@@ -468,6 +468,7 @@ def test_all_packaged_templates_load():
         ),
         ("- 1", ("mapping",)),
         ("a: [", ("YAML",)),
+        pytest.param(f"user: '{'x' * (2 << 20)}'", ("larger than 2 MiB",), id="large"),
     ],
 )
 def test_a_custom_template_with_an_error_is_refused(tmp_path, text, fragments):

@@ -175,7 +175,9 @@ def test_an_entry_that_cannot_be_read_is_refused(
     assert_mentions(caught.value, path, *fragments)
 
 
-@pytest.mark.parametrize("text", ["{", "[]", "{}", "[1]", "[" * 100_000])
+@pytest.mark.parametrize(
+    "text", ["{", "[]", "{}", "[1]", "[" * 100_000, pytest.param(" " * (3 << 20), id="large")]
+)
 def test_a_damaged_file_is_refused(tmp_path: Path, text: str):
     path = tmp_path / "templates.json"
     path.write_text(text)

@@ -10,6 +10,7 @@ from typing import Any, cast
 
 import msrl
 from msrl.errors import MsrlError, nearest
+from msrl.files import read_user_text
 from msrl.strict_json import loads
 
 SUFFIX = ".yaml"
@@ -70,9 +71,9 @@ def read_entries(path: Path) -> dict[str, dict[str, Any]]:
         MsrlError: the file is not a list of templates.
     """
     try:
-        loaded = loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise MsrlError(f"template {path}: cannot be read: {error.strerror}") from error
+        loaded = loads(read_user_text(path))
+    except MsrlError as error:
+        raise MsrlError(f"template {error}") from None
     except (ValueError, RecursionError) as error:
         raise MsrlError(f"template {path}: not JSON: {error}") from error
     entries = cast("list[object]", loaded if isinstance(loaded, list) else [])

@@ -17,6 +17,7 @@ from msrl.config.templates import find_template, json_entry, template_names
 from msrl.data.templates.form import Template
 from msrl.data.templates.json_files import read_template
 from msrl.errors import MsrlError, nearest
+from msrl.files import read_user_text
 
 __all__ = ["Template", "load_template", "template_names"]
 
@@ -44,11 +45,11 @@ def load_template(name: str) -> Template:
 def _read(path: Path) -> Template:
     """Return the template in a file."""
     try:
-        loaded: Any = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise MsrlError(f"template {path}: cannot be read: {error.strerror}") from error
+        loaded: Any = yaml.safe_load(read_user_text(path))
+    except MsrlError as error:
+        raise MsrlError(f"template {error}") from None
     # Deep nesting is a RecursionError, a number of thousands of digits a ValueError.
-    except (yaml.YAMLError, UnicodeDecodeError, RecursionError, ValueError) as error:
+    except (yaml.YAMLError, RecursionError, ValueError) as error:
         raise MsrlError(f"template {path}: not a YAML file: {error}") from error
     if not isinstance(loaded, dict):
         raise MsrlError(f"template {path}: must be a mapping of fields. See templates/README.md.")
