@@ -335,6 +335,8 @@ LLM_CASES: dict[str, Case] = {
     "train.reward_tokens": (PRM, "1 0"), "train.optimizer": ({}, "muon"),
     "preprocess.json_keys": ({}, "content"), "preprocess.enable_thinking": ({}, True),
     "preprocess.neat_pack": ({}, True),
+    "train.map_keys": ({}, '{"prompt": "question"}'), "train.json_keys": ({}, "content"),
+    "train.enable_thinking": ({}, True),
     "train.finetune": ({"finetune": GONE}, True), "train.no_load_optim": (RESUMES, True),
     "train.no_load_rng": ({**RESUMES, "no_load_optim": True}, True), "train.split": ({}, "90,10,0"),
     **{f"train.wandb_{name}": ({"wandb_project": "math"}, "other") for name in

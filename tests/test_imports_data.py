@@ -172,3 +172,31 @@ def test_a_template_of_mindspeed_llm_keeps_its_text(
     script.write_text(PREPROCESS.format(name, file), encoding="utf-8")
     tree = plain(translate_arguments("mindspeed-llm", [str(script)]).complete_tree())
     assert tree["preprocess"]["template"] == expected  # type: ignore[index]
+
+
+def test_rows_of_a_training_script_are_read_by_its_handler_columns_and_template():
+    line = (
+        "posttrain_gpt.py --stage sft --finetune --load ckpt --data-path rows.jsonl --lr 1e-5 "
+        "--global-batch-size 16 --train-iters 20 --prompt-type qwen_r1 --enable-thinking true "
+        '--handler-name AlpacaStyleInstructionHandler --map-keys {"prompt":"question"}'
+    )
+    tree = plain(translate_arguments("mindspeed-llm", line.split()).complete_tree())
+    assert tree["preprocess"] == {
+        "handler": "AlpacaStyleInstructionHandler",
+        "map_keys": {"prompt": "question"},
+        "enable_thinking": True,
+    }
+    assert tree["model"]["template"] == "qwen_r1_mindspeed_llm"
+
+
+def test_rows_of_a_pretraining_script_keep_their_column_and_end_of_document():
+    line = (
+        "pretrain_gpt.py --load ckpt --data-path rows.jsonl --lr 1e-5 --global-batch-size 16 "
+        "--train-iters 20 --handler-name GeneralPretrainHandler --json-keys content --append-eod"
+    )
+    tree = plain(translate_arguments("mindspeed-llm", line.split()).complete_tree())
+    assert tree["preprocess"] == {
+        "handler": "GeneralPretrainHandler",
+        "map_keys": {"text": "content"},
+        "append_eod": True,
+    }

@@ -47,6 +47,25 @@ def put_preprocessing(translation: Translation, keys: Keys) -> None:
     """Translate the keys that no table row can describe: JSON, and values that mean null."""
     keys.assign("handler_name", ["preprocess.handler"], keys.value("handler_name"))
     _put_steps(keys)
+    _put_columns(translation, keys)
+    _put_template(translation, keys)
+    _put_thinking(translation, keys)
+
+
+def put_rows(translation: Translation, keys: Keys) -> None:
+    """Translate the flags by which a training preprocesses the rows that data_path names.
+
+    Source: MindSpeed-LLM c77308a1, core/datasets/dataset_preprocess.py.
+    """
+    _put_columns(translation, keys)
+    _put_thinking(translation, keys)
+    name = keys.get("prompt_type")
+    if name is not None:
+        translation.assign(name, ["model.template"], template_name(translation, keys))
+
+
+def _put_columns(translation: Translation, keys: Keys) -> None:
+    """Translate the names of columns: JSON, or a list."""
     mapping = keys.get("map_keys")
     if mapping is not None:
         try:
@@ -64,7 +83,10 @@ def put_preprocessing(translation: Translation, keys: Keys) -> None:
         translation.assign(
             columns, ["preprocess.map_keys"], {"text": str(as_list(columns.value)[0])}
         )
-    _put_template(translation, keys)
+
+
+def _put_thinking(translation: Translation, keys: Keys) -> None:
+    """Translate enable_thinking, of which none means null."""
     thinking = keys.get("enable_thinking")
     if thinking is not None:
         choices = {"true": True, "false": False, "none": None}

@@ -9,7 +9,7 @@ import re
 
 from msrl.config.sources import wrap
 from msrl.importers.megatron import MegatronKeys
-from msrl.importers.mindspeed_llm.data import put_text
+from msrl.importers.mindspeed_llm.data import put_rows, put_text
 from msrl.importers.mindspeed_llm.preference import STAGES, put_preference
 from msrl.importers.routers import put_router
 from msrl.importers.sections import Keys, put_profile, put_tracker_options
@@ -26,6 +26,7 @@ def put_training(translation: Translation, keys: Keys) -> None:
     is_text = stage is None and keys.value("is_instruction_dataset") is not True
     if is_text:
         put_text(translation, keys)
+    put_rows(translation, keys)
     put_preference(translation, keys, stage)
     _initial_weights(translation, keys, is_text=is_text)
     _decay(translation, keys)
