@@ -50,11 +50,11 @@ BYTECODE_FILES = {"PYTHONDONTWRITEBYTECODE": ""}
 
 # Tests that call functions of TRL.
 ORACLE_TESTS = (
-    "tests/test_preference_losses.py",
-    "tests/test_distillation_losses.py",
-    "tests/test_algorithms_peers.py",
-    "tests/test_turns_peers.py",
-    "tests/test_averaging_groups.py",
+    "tests/algorithms/test_preference_losses.py",
+    "tests/algorithms/test_distillation_losses.py",
+    "tests/algorithms/test_algorithms_peers.py",
+    "tests/algorithms/test_turns_peers.py",
+    "tests/algorithms/test_averaging_groups.py",
 )
 
 # Memory of the largest test files, each with ranks, an engine, verifiers and a Ray cluster.
@@ -153,7 +153,7 @@ def trackers(session: nox.Session) -> None:
     for name in TRACKERS:
         folder = ROOT / ".nox" / "trackers" / name
         install_extra(session, name, folder)
-        command = ("-m", "pytest", "-n", "0", "-rs", "tests/test_extension_points.py")
+        command = ("-m", "pytest", "-n", "0", "-rs", "tests/registry/test_extension_points.py")
         options = ("-k", f"reader and {name}", *session.posargs)
         session.run(str(folder / "bin" / "python"), *command, *options, env=OFFLINE | ONE_THREAD)
 

@@ -1,4 +1,4 @@
-"""Thread settings and file order of the tests.
+"""Thread settings, import paths and file order of the tests.
 
 Threads are limited before anything imports torch: on a small machine, spinning OpenMP threads are
 ten times slower.
@@ -6,7 +6,6 @@ ten times slower.
 
 import os
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -15,11 +14,13 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-sys.path.insert(0, str(Path(__file__).parent))
 
 import guardian
+from support import ROOT, folders
 
 guardian.begin()
+sys.path[:0] = folders()
+sys.path.append(str(ROOT))  # for the package `benchmarks`
 
 # The slowest files, slowest first. In parallel runs, a slow file at the end would run alone.
 LONGEST = (

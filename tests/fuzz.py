@@ -36,6 +36,10 @@ from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 from safetensors.torch import save as save_safetensors
 
+from support import ROOT, folders
+
+sys.path.extend(folders())
+
 import tiny_checkpoints as tiny
 from families import FAMILIES
 from gguf_files import make_model, write_gguf
@@ -673,7 +677,7 @@ def _prepare(root: Path) -> None:
     (root / "tokenizer" / "chat_template.jinja").unlink(missing_ok=True)
     TOKENIZER_FILES = {path.name: path.read_bytes() for path in (root / "tokenizer").iterdir()}
     RENDERER = make_renderer(load_template("qwen"), open_tokenizer(root / "tokenizer"))
-    TEMPLATE = next((Path(__file__).parents[1] / "templates").rglob("qwen.yaml")).read_bytes()
+    TEMPLATE = next((ROOT / "templates").rglob("qwen.yaml")).read_bytes()
 
 
 def _computing_s() -> float:

@@ -26,7 +26,8 @@ from pathlib import Path
 
 import grimp
 
-ROOT = Path(__file__).parents[1]
+from support import ROOT, folders
+
 TIMEOUT_S = 3600
 LARGEST_DISTANCE = 2  # imports between a quick test and the changed module
 PLUGIN_PACKAGES = {
@@ -309,6 +310,12 @@ def own_imports(path: Path) -> frozenset[str]:
     return frozenset(names)
 
 
+@functools.cache
+def files_by_module() -> dict[str, Path]:
+    """Return the tests and helpers by the names under which they are imported."""
+    return {path.stem: path for folder in folders() for path in Path(folder).glob("*.py")}
+
+
 def list_imports(path: Path) -> set[str]:
     """Return what a test file and the helpers that it imports import."""
     names, pending, seen = set[str](), {path}, set[Path]()
@@ -318,8 +325,8 @@ def list_imports(path: Path) -> set[str]:
         names |= own_imports(file)
         started = re.findall(r'"(\w+):main"', file.read_text())  # code of ranks
         modules = [*(name.split(".")[0] for name in own_imports(file)), *started]
-        helpers = {ROOT / "tests" / f"{module}.py" for module in modules}
-        pending |= {helper for helper in helpers - seen if helper.exists()}
+        helpers = {files_by_module()[module] for module in modules if module in files_by_module()}
+        pending |= helpers - seen
     return names
 
 
@@ -332,12 +339,12 @@ def near_files(mutant: Mutant, graph: grimp.ImportGraph) -> list[tuple[int, str]
     plugins = (name for name in away if name.rpartition(".")[0] in PLUGIN_PACKAGES)
     names = re.compile("|".join(rf"\b{name.rpartition('.')[2]}\b" for name in plugins) or r"\Z.")
     ranked: list[tuple[int, str]] = []
-    for path in (ROOT / "tests").glob("test_*.py"):
+    for path in (path for name, path in files_by_module().items() if name.startswith("test_")):
         reached = [away[name] for name in list_imports(path) if name in away]
         if names.search(path.read_text()):
             reached.append(1)
         if reached:
-            ranked.append((min(reached), f"tests/{path.name}"))
+            ranked.append((min(reached), str(path.relative_to(ROOT))))
     return sorted(ranked)
 
 

@@ -25,6 +25,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from support import folders
+
+sys.path.extend(folders())
+
 from msrl.rollout.server_access import free_port
 from test_train_grpo import make_inputs, settings
 from training_runs import (

@@ -1,23 +1,44 @@
-"""Helpers of several tests: real input files, PYTHONPATH of subprocesses, checks of messages."""
+"""Helpers of several tests: paths, real inputs, PYTHONPATH of processes, checks of messages."""
 
 from __future__ import annotations
 
 import os
 import re
 from collections.abc import Iterable, Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+TESTS = Path(__file__).resolve().parent
+ROOT = TESTS.parent
+SHARED = ROOT.parent / "shared"
 HANG_S = 900.0  # ends a test that hangs; no test waits for it, and a slow machine stays far below
 
 
-def python_path() -> str:
-    """Return a PYTHONPATH with this folder, followed by the one of this process."""
-    return os.pathsep.join(
-        [str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])]
+@cache
+def folders() -> tuple[str, ...]:
+    """Return the folders of tests and helpers, which import each other by their names.
+
+    Folders with another `conftest.py` are absent: `nox -s npu` and `nox -s browser` run them.
+    """
+    apart = {path.parent for path in TESTS.glob("*/conftest.py")}
+    found = {path.parent for path in TESTS.rglob("*.py")}
+    return tuple(
+        str(folder) for folder in sorted(found) if apart.isdisjoint({folder, *folder.parents})
     )
+
+
+def python_path() -> str:
+    """Return a PYTHONPATH with the folders of the tests, followed by the one of this process."""
+    return os.pathsep.join([*folders(), *filter(None, [os.environ.get("PYTHONPATH")])])
+
+
+def locate(name: str) -> Path:
+    """Return the only file of this name in the folders of the tests."""
+    (path,) = (path for folder in folders() if (path := Path(folder, name)).exists())
+    return path
 
 
 def shared_data(*names: str) -> Path:
@@ -25,9 +46,7 @@ def shared_data(*names: str) -> Path:
 
     The inputs are in `../shared/data` or in MSRL_TEST_DATA.
     """
-    root = Path(
-        os.environ.get("MSRL_TEST_DATA", Path(__file__).resolve().parents[2] / "shared" / "data")
-    )
+    root = Path(os.environ.get("MSRL_TEST_DATA", SHARED / "data"))
     path = root.joinpath(*names)
     if not path.exists():
         pytest.skip(f"real inputs are not here: {path} (set MSRL_TEST_DATA)")

@@ -8,11 +8,12 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
-DOCUMENT = Path(__file__).parents[2] / "docs" / "npu.md"
+from support import ROOT
+
+DOCUMENT = ROOT / "docs" / "npu.md"
 # Modules that msrl does not import, and the parts of Transformer Engine and torch that it replaces
 IGNORED = (
     "megatron.core.dist_checkpointing.",

@@ -11,11 +11,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import npu_ranks
 import numpy as np
 import pytest
 
 import families
+import npu_ranks
 from mixture_families import QWEN3_MOE
 from msrl.config.sections.train import OffloadConfig
 from msrl.platforms import get

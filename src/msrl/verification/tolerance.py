@@ -2,7 +2,7 @@
 
 Both sides compute in float32. The numbers in the reasons are the largest differences of the
 families' small random models on two tensor-parallel ranks, with logits of standard deviation 1.2,
-over most parallel layouts and sizes in tests/families.py.
+over most parallel layouts and sizes in tests/helpers/models/families.py.
 """
 
 from __future__ import annotations

@@ -1,0 +1,225 @@
+"""Built-in environments play their scripted episodes in real processes."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from msrl.environments.base import Environment, EnvironmentSource, Opening, StepResult
+from msrl.environments.builtin import calculator, frozen_lake, gymnasium, search, sokoban
+from msrl.environments.builtin._grid import read_action
+from msrl.environments.pool import EnvironmentPool
+from msrl.errors import MsrlError
+from msrl.rewards import sandbox
+from scripted_episodes import ENVIRONMENTS, Script
+from support import HANG_S, ROOT, assert_mentions, mentions
+
+NEEDS_A_SANDBOX = {"python_tool"}
+SLOW = {"mcp", "endpoint"}  # their packages take seconds to import
+SCRIPTS = [
+    pytest.param(name, marks=pytest.mark.slow if name in SLOW else ()) for name in ENVIRONMENTS
+]
+
+
+def text(reply: Opening | StepResult) -> str:
+    return "\n".join(message.content for message in reply.messages)
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_an_environment_plays_its_scripted_episode(name: str, monkeypatch: pytest.MonkeyPatch):
+    script = ENVIRONMENTS[name]
+    if script.package:
+        pytest.importorskip(script.package)
+    if name in NEEDS_A_SANDBOX and (reason := sandbox.refusal()):
+        pytest.skip(reason)
+    monkeypatch.chdir(ROOT)
+    source = EnvironmentSource(name, options=script.options, timeout_s=60.0)
+    with EnvironmentPool({name: source}) as environments:
+        opening = environments.open("episode", dict(script.row)).result(HANG_S)
+        steps = [environments.step("episode", a).result(HANG_S) for a in script.answers]
+    check(script, opening, steps)
+
+
+def check(script: Script, opening: Any, steps: list[Any]) -> None:
+    """Compare an episode with its script."""
+    assert isinstance(opening, Opening), opening
+    assert [tool["function"]["name"] for tool in opening.tools] == list(script.tools)
+    assert all(isinstance(step, StepResult) for step in steps), steps
+    assert [step.reward for step in steps] == pytest.approx(list(script.rewards))
+    assert [step.done for step in steps] == [False] * (len(steps) - 1) + [True]
+    for expected, reply in zip(script.texts, [opening, *steps], strict=False):
+        assert expected in text(reply)
+    assert steps[-1].info.get("success") == script.success
+
+
+# CliffWalking: the walk along the cliff has 13 steps of reward -1, and gymnasium has no threshold.
+CLIFF_WALK = ("0", *("1",) * 11, "2")
+
+
+@pytest.mark.parametrize(
+    ("options", "answers", "success"),
+    [
+        ({"id": "CartPole-v1"}, ("1",) * 30, False),
+        ({"id": "CartPole-v1", "success_return": 5.0}, ("1",) * 30, True),
+        ({"id": "CliffWalking-v1"}, CLIFF_WALK, None),
+        ({"id": "CliffWalking-v1", "success_return": -13.0}, CLIFF_WALK, True),
+        ({"id": "CliffWalking-v1", "success_return": -12.0}, CLIFF_WALK, False),
+    ],
+)
+def test_success_in_gymnasium_follows_from_its_return(options, answers, success):
+    pytest.importorskip("gymnasium")
+    assert last_result(gymnasium.environment(**options), answers).info.get("success") is success
+
+
+def test_success_in_gymnasium_is_what_the_environment_reports(monkeypatch: pytest.MonkeyPatch):
+    package = pytest.importorskip("gymnasium")
+    cartpole = package.envs.classic_control.CartPoleEnv
+    step = cartpole.step
+    monkeypatch.setattr(cartpole, "step", lambda *a: (*step(*a)[:4], {"is_success": True}))
+    room = gymnasium.environment(id="CartPole-v1")
+    assert last_result(room, ("1",) * 30).info["success"] is True
+
+
+def last_result(room: Environment, answers: Sequence[str]) -> StepResult:
+    room.reset({"seed": 1})
+    return next(result for answer in answers if (result := room.step(answer)).done)
+
+
+def test_frozen_lakes_of_a_seed_are_equal_and_have_a_path():
+    for seed in range(50):
+        lakes = [frozen_lake.environment(hole_share=0.4) for _ in range(2)]
+        texts = [lake.reset({"seed": seed})[0].content for lake in lakes]
+        assert texts[0] == texts[1]
+        lake = lakes[0]
+        while not (result := lake.step(lake.best_action())).done:
+            assert result.reward == 0.0
+        assert result.info["success"] is True
+
+
+@pytest.mark.parametrize(
+    ("answer", "opens_thought", "action"),
+    [
+        ("<think>left</think> Up", False, "up"),
+        ("<think><answer>left</answer>", False, None),
+        ("left", True, None),
+        ("<answer>left</answer>", True, None),
+        ("left</think><answer>Up</answer>", True, "up"),
+    ],
+)
+def test_an_action_is_not_read_from_a_thought(answer, opens_thought, action):
+    assert read_action(answer, opens_thought=opens_thought) == action
+
+
+def test_a_hole_ends_a_walk():
+    lake = frozen_lake.environment(hole_share=0.4)
+    lake.reset({"seed": next(seed for seed in range(100) if first_hole(seed))})
+    assert lake.step("down").info["success"] is False
+
+
+def first_hole(seed: int) -> bool:
+    lake = frozen_lake.environment(hole_share=0.4)
+    lake.reset({"seed": seed})
+    return (1, 0) in lake.holes
+
+
+def test_a_slippery_lake_moves_to_the_sides_in_two_of_three_steps():
+    moves = []
+    for seed in range(300):
+        lake = frozen_lake.environment(size=9, hole_share=0.0, slippery=True)
+        lake.reset({"seed": seed})
+        lake.player = lake.player._replace(row=4, column=4)
+        lake.step("left")
+        moves.append(tuple(lake.player))
+    counts = [moves.count(cell) for cell in ((4, 3), (3, 4), (5, 4))]
+    assert sum(counts) == 300 and all(70 < count < 130 for count in counts)
+
+
+def test_every_room_of_sokoban_is_solved_by_its_solution():
+    for seed in range(50):
+        room = sokoban.environment(num_boxes=1 + seed % 2, max_steps=1000)
+        room.reset({"seed": seed})
+        assert not room.boxes & room.targets
+        results = [room.step(action) for action in room.solution]
+        assert results[-1].info.get("success") is True
+
+
+def test_a_box_is_not_pushed_into_a_wall_or_another_box():
+    room = sokoban.environment(num_boxes=2)
+    source = random.Random(0)
+    for seed in range(20):
+        room.reset({"seed": seed})
+        for _ in range(29):
+            room.step(source.choice(["left", "right", "up", "down"]))
+            assert len(room.boxes) == 2
+            assert not room.boxes & room.walls and room.player not in room.boxes | room.walls
+
+
+@pytest.mark.parametrize(
+    ("expression", "value"),
+    [("1 + 2 * 3", 7), ("-(2 ** 10)", -1024), ("7 / 2", 3.5), ("7 // 2 % 2", 1)],
+)
+def test_a_calculator_evaluates_arithmetic(expression, value):
+    assert calculator.evaluate(expression) == value
+
+
+@pytest.mark.parametrize(
+    "expression",
+    ["__import__('os')", "9 ** 9 ** 9", "1e308 * 10", "(-1) ** 0.5", "1 if 1 else 2", "'a' * 9",
+     "1" * 201, "", "2 +", "True + 1", "9" * 199 + "e", "(" * 150],
+)  # fmt: skip
+def test_a_calculator_refuses_everything_else(expression):
+    with pytest.raises((ValueError, ZeroDivisionError, OverflowError)):
+        calculator.evaluate(expression)
+
+
+@pytest.mark.parametrize(
+    ("truth", "answer", "is_right"),
+    [
+        ("The answer is 42", "So it is 42.0", True),
+        ("1267650600228229401496703205376", "1,267,650,600,228,229,401,496,703,205,376", True),
+        ("1267650600228229401496703205376", "1267650600228229401496703205377", False),
+        ("42", "I do not know", False),
+        ("42", "9" * 10_000, False),
+        ("9" * 400, "8" * 400, False),
+    ],
+)
+def test_a_calculator_compares_the_last_numbers_exactly(truth, answer, is_right):
+    room = calculator.environment(reward=True)
+    room.reset({"answer": truth, "messages": [{"role": "user", "content": "q"}]})
+    result = room.finish(answer)
+    assert (result.reward, result.info["success"]) == (float(is_right), is_right)
+
+
+def test_a_calculator_rewards_nothing_without_a_number_in_the_ground_truth():
+    room = calculator.environment(reward=True)
+    with pytest.raises(ValueError, match=mentions("ground truth", "number")):
+        room.reset({"answer": "unknown"})
+
+
+def test_bm25_prefers_rare_words_and_short_texts():
+    long = "dog sat " + "sat " * 9 + "cat"
+    index = search.BM25(["cat sat", "dog sat", long, "bird"])
+    assert index.search("dog", 2) == ["dog sat", long]
+    assert index.search("cat sat", 1) == ["cat sat"]
+    assert index.search("fish", 3) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "keywords"),
+    [
+        ("search", {}, ("corpus",)),
+        ("search", {"corpus": "/no/corpus.jsonl"}, ("/no/corpus.jsonl",)),
+        ("frozen_lake", {"size": 1}, ("size",)),
+        ("sokoban", {"num_boxes": 0}, ("num_boxes",)),
+        ("retry", {"verifier": "unknown"}, ("verifier", "unknown")),
+        ("mcp", {}, ("command", "url")),
+    ],
+)
+def test_options_without_meaning_are_refused_before_the_run(name, options, keywords):
+    source = EnvironmentSource(name, options=options)
+    with EnvironmentPool({name: source}) as environments, pytest.raises(MsrlError) as error:
+        environments.start()
+    assert_mentions(error.value, *keywords)

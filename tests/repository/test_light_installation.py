@@ -1,0 +1,139 @@
+"""Commands without the packages of a platform, as `pip install msrl` alone installs it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from config_inputs import QWEN2
+from msrl.cli.app import ORDER
+from msrl.packages import missing_package
+from support import HANG_S, ROOT, assert_mentions
+
+# Runs msrl where the packages of the extras cannot be imported.
+WITHOUT = """
+import sys
+from msrl import packages
+from msrl.cli import app
+class Blocked:
+    def find_spec(self, name, path=None, target=None):
+        top = name.partition(".")[0]
+        if top in packages.PLATFORM_MODULES | packages.EXTRAS.keys():
+            raise ModuleNotFoundError(f"No module named {top!r}", name=top)
+sys.meta_path.insert(0, Blocked())
+sys.argv = ["msrl", *sys.argv[1:]]
+app.main()
+"""
+GRPO = """
+model: {path: hf}
+rollout: {max_prompt_tokens: 100, max_response_tokens: 100, samples_per_prompt: 4}
+reward: {sources: [{verifier: math_17k_acc}, {verifier: strict_format}]}
+train: {steps: 3}
+"""
+SCRIPT = """
+python convert_ckpt.py --load-model-type hf --save-model-type mg --model-type-hf llama2 \\
+    --target-tensor-parallel-size 2 --load-dir hf --save-dir new --use-mcore-models
+"""
+
+
+LIGHT = (
+    "--help",
+    "--version",
+    "train-grpo --help",
+    "config show -c grpo.yaml",
+    "config validate -c convert.yaml",
+    "config import --from mindspeed-llm convert.sh",
+    "config schema",
+    "view run",
+    "report run",
+    "train-sft --model hf --data rows.jsonl --steps 2 --dry-run",
+    "convert-ckpt hf2mcore --load hf --save new --dry-run",
+    "serve hf --dry-run",
+)
+HEAVY = (
+    "preprocess --input rows.jsonl --handler gsm8k --tokenizer hf --template qwen "
+    "--output-prefix new",
+    "train-sft --model hf --data rows.jsonl --steps 2",
+    "generate --model hf --prompt x",
+    "chat --model hf",
+    "serve hf",
+    "convert-ckpt hf2mcore --load hf --save new",
+    "convert-ckpt inspect hf",
+    "diagnose mismatch run",
+    "cluster status",
+)
+
+
+def light(
+    folder: Path, words: str, program: tuple[str, ...] = (sys.executable, "-c", WITHOUT)
+) -> subprocess.CompletedProcess[str]:
+    """Run msrl in `folder` without the optional packages."""
+    command = [*program, *words.split()]
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=HANG_S)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("light")
+    (folder / "hf").mkdir()
+    (folder / "hf" / "config.json").write_text(json.dumps(QWEN2))
+    (folder / "grpo.yaml").write_text(GRPO)
+    (folder / "run").mkdir()
+    (folder / "run" / "config.yaml").write_text(GRPO)
+    (folder / "run" / "metrics.jsonl").write_text('{"step": 1, "metrics": {}, "seconds": {}}\n')
+    (folder / "rows.jsonl").write_text('{"question": "1+1", "answer": "so #### 2"}\n')
+    for name in ("vocab.json", "merges.txt", "tokenizer_config.json"):
+        (folder / "hf" / name).write_text("{}")
+    (folder / "convert.yaml").write_text("convert: {command: hf2mcore, load: hf, save: new}\n")
+    (folder / "convert.sh").write_text(SCRIPT)
+    return folder
+
+
+def assert_works(done: subprocess.CompletedProcess[str]) -> None:
+    assert done.returncode == 0, done.stderr
+    assert done.stdout and "Traceback" not in done.stderr
+    if "inputs:" in done.stdout:
+        assert_mentions(done.stdout, "not checked", "not installed", "msrl[cpu]")
+
+
+def assert_names_the_extra(done: subprocess.CompletedProcess[str], folder: Path) -> None:
+    assert done.returncode == 2, done.stderr
+    lines = done.stderr.strip().splitlines()
+    assert len(lines) == 1, done.stderr
+    assert_mentions(lines[0], "not installed", "msrl[cpu]", "cuda", "npu")
+    assert not [*folder.glob("new*")]
+
+
+@pytest.mark.parametrize("words", LIGHT)
+def test_what_login_nodes_do_needs_no_optional_package(words: str, folder: Path) -> None:
+    assert_works(light(folder, words))
+
+
+@pytest.mark.parametrize("words", HEAVY)
+def test_other_commands_name_the_extra_in_one_line(words: str, folder: Path) -> None:
+    assert_names_the_extra(light(folder, words), folder)
+
+
+@pytest.mark.full
+def test_the_wheel_alone_runs_or_names_the_extra(folder: Path, tmp_path: Path) -> None:
+    subprocess.run([sys.executable, "-m", "venv", str(tmp_path / "bare")], check=True)
+    program = tmp_path / "bare" / "bin"
+    install = [str(program / "pip"), "install", "-q", str(ROOT)]
+    if subprocess.run(install, capture_output=True, timeout=HANG_S).returncode:
+        pytest.skip("pip cannot install the package and its dependencies here")
+    for name in ORDER:
+        assert_works(light(folder, f"{name} --help", (str(program / "msrl"),)))
+    for words in LIGHT:
+        assert_works(light(folder, words, (str(program / "msrl"),)))
+    for words in HEAVY:
+        assert_names_the_extra(light(folder, words, (str(program / "msrl"),)), folder)
+
+
+def test_a_missing_module_of_another_package_keeps_its_traceback() -> None:
+    assert missing_package(ModuleNotFoundError("x", name="my_rewards")) is None
+    assert missing_package(ModuleNotFoundError("x", name="torch.nothing")) is None
+    assert "msrl[wandb]" in (missing_package(ModuleNotFoundError("x", name="wandb")) or "")
