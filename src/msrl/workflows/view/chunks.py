@@ -14,13 +14,14 @@ from pathlib import Path
 from typing import Protocol
 
 import numpy as np
+from pydantic_core import to_json
 
 from msrl.errors import MsrlError
 from msrl.files import write_text
 
 PACK_BYTES = 4 << 20  # a pack of rows is written when it reaches this size
 _PACKS_OF_A_SIZE = 48  # after which the size doubles, so that long runs have few files
-_UNSAFE = {character: f"\\u{ord(character):04x}" for character in "<>&\u007f"}
+_UNSAFE = {character: f"\\u{ord(character):04x}" for character in "<>&\u007f\u2028\u2029"}
 
 
 class Chunks(Protocol):
@@ -68,7 +69,10 @@ class InlineChunks:
 
 def safe_json(value: object) -> str:
     """Return JSON that is safe in a script element and in a JavaScript file."""
-    text = json.dumps(value, allow_nan=False, separators=(",", ":"))
+    try:
+        text = to_json(value, inf_nan_mode="null").decode()
+    except ValueError:  # of halves of surrogate pairs, which only Python's own writer escapes
+        text = json.dumps(value, allow_nan=False, separators=(",", ":"))
     for character, escaped in _UNSAFE.items():
         text = text.replace(character, escaped)
     return text
