@@ -11,7 +11,7 @@ from typing import Any
 
 from msrl.config.sources import Node
 from msrl.errors import MsrlError, nearest
-from msrl.importers.conversions import CONVERSIONS
+from msrl.importers.conversions import CONVERSIONS, int_list
 from msrl.importers.placeholders import is_placeholder
 from msrl.importers.routers import put_router
 from msrl.importers.sections import Keys, same_path
@@ -241,6 +241,9 @@ class MegatronKeys:
 
     def _check_shape(self, entry: SourceKey, name: str, shape: Shape | None) -> None:
         expected = _property(shape, name)
+        empty = self._num_empty_layers() if name == "num_layers" else 0
+        if empty and isinstance(expected, int):
+            expected += empty
         moe = None if shape is None else shape.moe
         if name == "ffn_hidden_size" and moe is not None and all(moe.layers):
             reason = "every layer has experts, whose size is moe_ffn_hidden_size"
@@ -254,8 +257,17 @@ class MegatronKeys:
         else:
             self.translation.add_error(
                 entry,
-                f"config.json of the model has {expected}. Remove the line or name another model.",
+                f"config.json of the model has {expected}{' with noop_layers' if empty else ''}. "
+                "Remove the line or name another model.",
             )
+
+    def _num_empty_layers(self) -> int:
+        """Return the number of noop_layers, which num_layers of the original includes."""
+        noop = self.keys.value("noop_layers")
+        try:
+            return 0 if noop is None else len(set(int_list(noop)))
+        except (ValueError, TypeError):
+            return 0  # the conversion of noop_layers reports it
 
     def _shape(self) -> Shape | None:
         for path in self._config_dirs():

@@ -386,6 +386,15 @@ def test_properties_of_experts_are_compared_with_the_config_of_the_model(tmp_pat
     assert_mentions(error, "num_experts=16", "config.json", 8)
 
 
+def test_the_number_of_layers_includes_empty_ones(tmp_path: Path):
+    model = make_model(tmp_path / "model", num_hidden_layers=4)
+    line = f"{TUNE} --tokenizer-name-or-path {model} --noop-layers 4,5 --num-layers"
+    (result,) = [o for o in convert(f"{line} 6").key_results if o.entry.key == "num_layers"]
+    assert_mentions(result.text, "equals", "config.json")
+    (error,) = mistakes(f"{line} 4")
+    assert_mentions(error, "num_layers=4", "config.json", 6)
+
+
 MIXTURE: dict[str, Any] = {
     "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "head_dim": 32,
     "attention_bias": False, "sliding_window": None, "num_experts": 8, "decoder_sparse_step": 1,
