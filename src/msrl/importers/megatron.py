@@ -13,7 +13,7 @@ from msrl.config.sources import Node
 from msrl.errors import MsrlError, nearest
 from msrl.importers.conversions import CONVERSIONS, int_list
 from msrl.importers.placeholders import is_placeholder
-from msrl.importers.routers import put_router
+from msrl.importers.routers import WITHOUT_GROUPS, put_router
 from msrl.importers.sections import Keys, same_path
 from msrl.importers.table import canonical
 from msrl.importers.translation import KeyStatus, SourceKey, Translation
@@ -245,7 +245,11 @@ class MegatronKeys:
         if empty and isinstance(expected, int):
             expected += empty
         moe = None if shape is None else shape.moe
-        if name == "ffn_hidden_size" and moe is not None and all(moe.layers):
+        kind = self.keys.value("moe_router_load_balancing_type")
+        if name in ("moe.num_groups", "moe.num_chosen_groups") and kind in WITHOUT_GROUPS:
+            reason = f"moe_router_load_balancing_type is {kind}, which has no groups"
+            self.translation.record(entry, KeyStatus.DEAD, reason)
+        elif name == "ffn_hidden_size" and moe is not None and all(moe.layers):
             reason = "every layer has experts, whose size is moe_ffn_hidden_size"
             self.translation.record(entry, KeyStatus.DEAD, reason)
         elif expected is None or self.translation.row(entry).is_off(entry.value):

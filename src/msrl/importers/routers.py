@@ -12,6 +12,7 @@ from msrl.importers.status import KeyStatus
 # Kinds of MindSpeed-LLM 2.0.0: group_limited_greedy and pai_megatron_aux_loss have an auxiliary
 # loss, noaux_tc only with seq_aux, softmax_topk none.
 _BALANCING = ("group_limited_greedy", "pai_megatron_aux_loss", "noaux_tc", "softmax_topk")
+WITHOUT_GROUPS = ("pai_megatron_aux_loss", "softmax_topk")
 _KEYS = (
     "moe_router_load_balancing_type",
     "seq_aux",

@@ -386,6 +386,20 @@ def test_properties_of_experts_are_compared_with_the_config_of_the_model(tmp_pat
     assert_mentions(error, "num_experts=16", "config.json", 8)
 
 
+def test_groups_of_experts_that_the_original_does_not_read_are_not_compared(tmp_path: Path):
+    model = make_model(tmp_path / "model", **MIXTURE)
+    line = f"{TUNE} --tokenizer-name-or-path {model} --moe-router-num-groups 4"
+    balancing = "--moe-router-load-balancing-type"
+    (result,) = [
+        o
+        for o in convert(f"{line} {balancing} pai_megatron_aux_loss").key_results
+        if o.entry.key == "moe_router_num_groups"
+    ]
+    assert_mentions(result.text, "pai_megatron_aux_loss", "no groups")
+    (error,) = mistakes(f"{line} {balancing} aux_loss")
+    assert_mentions(error, "moe_router_num_groups=4", "config.json")
+
+
 def test_the_number_of_layers_includes_empty_ones(tmp_path: Path):
     model = make_model(tmp_path / "model", num_hidden_layers=4)
     line = f"{TUNE} --tokenizer-name-or-path {model} --noop-layers 4,5 --num-layers"
