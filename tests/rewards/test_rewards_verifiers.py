@@ -1088,6 +1088,10 @@ WRONG_REMAINDERS = (
     "{right} \\bmod {wrong}", "{right} \\text{{ instead of }} {wrong}", "{right} \\to {wrong}",
     "{right} \\leq {wrong}", "{right} \\ne {wrong}", "{right} \\pm {wrong}", "{right}_{{{wrong}}}",
     "{right} \\text{{ or }} {wrong}", "{right} ; {wrong}", "{wrong} | {right}",
+    "{right}\\text{{{wrong}}}", "{right}\\mathbf{{{wrong}}}", "\\textbf{{{wrong}}}{right}",
+    "{right} \\text{{ or {wrong}}}", "{right} \\text{{ divided by {wrong}}}",
+    "{right}\\text{{\\textit{{{wrong}}}}}", "\\boxed{{{right}}}{wrong}",
+    "{wrong}\\boxed{{{right}}}",
 )  # fmt: skip
 
 
@@ -1119,6 +1123,11 @@ def test_a_wrong_remainder_beside_the_right_value_never_scores(form):
         ("x^2-1", "(x-1)(x+1) = x^2-1"),
         ("x^2+y^2=1", "x^2+y^2=1"),
         ("35", "35_{10}"),
+        ("5", r"x = \text{5}"),
+        ("5/2", r"\frac{\mathbf{5}}{2}"),
+        ("5", r"\mathbf{5} \text{ cm}"),
+        ("9 m^2", r"9 \text{ m}^2"),
+        ("5", r"x = \boxed{5}"),
     ],
 )
 def test_a_true_chain_of_equalities_scores(answer, response):

@@ -35,10 +35,15 @@ _WIDE_SPACE = re.compile(r"~|\\q?quad(?![a-zA-Z])")
 _SPACE_OF_DIGITS = re.compile(r"(?<=\d)\s*\\[,;: ]\s*(?=\d)")
 _DEGREE = re.compile(r"(?<!\s)\s*(?:°|\^?\{?\\degree(?![a-zA-Z])\}?)")
 _NARROW_THOUSANDS = re.compile(r"(?<=\d),\s*\\!\s*(?=\d{3}(?!\d))")
-_TEXT = re.compile(
+_TEXT_COMMAND = (
     r"\\(?:text(?:bf|it|rm|tt|sf|sl|sc|normal|up)?|math(?:rm|bf|it|sf|tt)|mbox|emph"
-    r"|operatorname\*?)\s*\{([^{}]*)\}"
+    r"|operatorname\*?)\s*"
 )
+_TEXT = re.compile(rf"{_TEXT_COMMAND}\{{([^{{}}]*)\}}")
+_GROUP = r"\{[^{}]*(?:\{[^{}]*(?:\{[^{}]*\}[^{}]*)*\}[^{}]*)*\}"
+_NESTED_TEXT = re.compile(rf"{_TEXT_COMMAND}({_GROUP})")
+# The e of 5\mathrm{e9} belongs to its value, unlike the letters of m2 or CO2.
+_TEXT_VALUE = re.compile(r"(?<![A-Za-z0-9])(?:[eE][-+]?)?\d|\\pi(?![A-Za-z])")
 _PERCENT = re.compile(r"\s*\\?%$")
 # Words whose case means nothing; single letters are variables, and commands are symbols.
 _CASELESS = re.compile(
@@ -185,9 +190,24 @@ def _plain(text: str) -> str:
             text = text[len(opening) : -len(closing)]
     text = _SPACE_OF_DIGITS.sub(" ", _WIDE_SPACE.sub(" ", _NARROW_THOUSANDS.sub(",", text)))
     text = _SPACED_IMAGINARY.sub("", _DEGREE.sub(lambda _: "^\\circ", text))
-    text = _SIZES.sub("", text).strip().removesuffix(".")
+    text = _with_text_values(_SIZES.sub("", text)).strip().removesuffix(".")
     words = _TEXT.fullmatch(text)
     return (words.group(1).strip().removesuffix(".") if words else text).strip()
+
+
+def _with_text_values(text: str) -> str:
+    r"""Return the text with the contents of text commands that have values in their place.
+
+    math-verify drops them: `5\text{ or 9}` would be 5.
+    """
+    shown = text
+    while (unwrapped := _NESTED_TEXT.sub(_text_value, shown)) != shown:
+        shown = unwrapped
+    return shown
+
+
+def _text_value(command: re.Match[str]) -> str:
+    return command[1][1:-1] if _TEXT_VALUE.search(command[1]) else command[0]
 
 
 def _compact(text: str) -> str:

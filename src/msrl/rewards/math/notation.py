@@ -67,7 +67,7 @@ _RULES = tuple((re.compile(pattern), replacement) for pattern, replacement in _R
 
 # Commands that only emphasize their last argument. \overline marks repeating decimals.
 _EMPHASIS = (
-    r"\\(?:underline|uline|fbox|bm|boldsymbol|pmb"
+    r"\\(?:underline|uline|fbox|boxed|bm|boldsymbol|pmb"
     r"|(?:text)?color\s*\{[^{}]*\})\s*\{"
 )
 _RAISED = re.compile(r"\^\s*\{?\s*$")  # a raised \underline is a falling power
