@@ -107,7 +107,10 @@ def native_prompts(
         Chat(turns.template, _variables(tokenizer, turns, len(turns.messages), generation=True))
         for turns in prepared
     ]
-    rows = [chat.text.split(MARK) for chat in _render(tokenizer, chats)]
+    rendered = _render(tokenizer, chats)
+    for turns, chat in zip(prepared, rendered, strict=True):
+        _check_system(tokenizer, turns, chat.text)
+    rows = [chat.text.split(MARK) for chat in rendered]
     return [ids for ids, _ in encode_with_offsets(tokenizer, tokenizer.special_tokens(), rows)]
 
 
@@ -135,6 +138,7 @@ def native_examples(
     answers: list[list[_Bounds]] = []
     for conversation, turns, chat in zip(conversations, prepared, rendered, strict=True):
         text = chat.text
+        _check_system(tokenizer, turns, text)
         if _has_blocks(turns.template):
             located = _without_removed_thoughts(turns, text, _join_blocks(chat.blocks))
         else:
@@ -308,6 +312,17 @@ def _check_thoughts(template: str, conversation: Conversation, *, opens_thought:
         if message.role == "assistant":
             is_open = opens_thought and THOUGHT[1] in message.content
             split_trained_answer(message.content, is_open=is_open)
+
+
+def _check_system(tokenizer: TextTokenizer, turns: _Turns, text: str) -> None:
+    """Raise MsrlError if a template does not show the system text. It may change its spaces."""
+    first = turns.messages[0] if turns.messages else {}
+    system = first.get("content") if first.get("role") == "system" else None
+    if isinstance(system, str) and "".join(system.split()) not in "".join(text.split()):
+        raise MsrlError(
+            f"template native: the chat template of {tokenizer.folder} does not show the system "
+            "text of this row. Use a packaged template, or --ignore the column of the system text."
+        )
 
 
 def _check_answer(tokenizer: TextTokenizer, answer: str, content: str, number: int) -> None:

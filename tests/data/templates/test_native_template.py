@@ -233,6 +233,25 @@ def test_tools_that_the_chat_template_cannot_show_are_refused():
         native("mistral-7b-instruct-v0.2").examples([converse(row)])
 
 
+def test_a_system_text_that_the_chat_template_does_not_show_is_refused(tmp_path: Path):
+    source = "{% for m in messages %}{{ m.role }} {{ m.content | trim }}<|im_end|>{% endfor %}"
+    source += "{% if add_generation_prompt %}assistant {% endif %}"
+    row = converse(
+        {"messages": [{"role": "system", "content": "Be\n brief. "}, user("Hi"), answer("Hello")]}
+    )
+    shown = make_renderer(
+        load_template("native"), save_named(tmp_path / "a", default=source, tool_use="")
+    )
+    assert shown.examples([row])[0].loss_mask.any() and len(shown.prompt(row))
+    source = source.replace("in messages %}", "in messages if m.role != 'system' %}")
+    hidden = make_renderer(
+        load_template("native"), save_named(tmp_path / "b", default=source, tool_use="")
+    )
+    for render in (lambda: hidden.examples([row]), lambda: hidden.prompt(row)):
+        with pytest.raises(MsrlError, match=mentions("template native", "system text")):
+            render()
+
+
 def test_an_answer_whose_thought_the_chat_template_removes_is_not_trained():
     row = ROWS["thoughts"]
     example = native("qwen3-4b").examples([converse(row)])[0]
