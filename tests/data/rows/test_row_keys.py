@@ -362,6 +362,21 @@ def test_a_prompt_that_ends_with_an_answer_is_refused():
         read("auto", row, "prompts")
 
 
+def test_turns_that_end_with_a_tool_response_wait_for_an_answer():
+    calls = [{"function": {"name": "f", "arguments": {}}}]
+    turns = [CHAT[0], {"role": "assistant", "tool_calls": calls}, {"role": "tool", "content": "r"}]
+    item, _ = read("auto", {"messages": turns, "answer": "4"}, "prompts")
+    assert item.answer == "4" and item.messages[-1].role == "tool"
+    with pytest.raises(MsrlError, match=mentions("messages", "answer", "--ignore answer")):
+        read("auto", {"messages": turns, "answer": "4"}, "sft")
+
+
+def test_a_row_of_unknown_format_shows_which_columns_are_empty():
+    for value in (None, float("nan")):
+        with pytest.raises(MsrlError, match=mentions("question", "answer (empty)")):
+            read("auto", {"question": "a", "answer": value})
+
+
 # --- unread columns ---
 
 

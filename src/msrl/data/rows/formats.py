@@ -6,7 +6,7 @@
 | `reward_model.ground_truth` beside `prompt` | r1 |
 | `instruction` and `output` | alpaca |
 | a question and an answer, such as `query` and `response` | alpaca; r1 for lists of turns |
-| for prompts: turns that end with a question, and a ground truth | r1 |
+| for prompts: turns that end with a question or a tool response, and a ground truth | r1 |
 | for prompts: a question and `label` that is no truth value (slime) | r1 |
 | `text` only | pretrain |
 """
@@ -15,11 +15,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
-from msrl.data.columns import as_text, is_empty, is_null
+from msrl.data.columns import as_text, is_empty, is_null, kind_name
 from msrl.data.rows.keys import truth
 from msrl.data.rows.preference import has_preference_columns
+from msrl.data.rows.turns import ROLES
 from msrl.errors import MsrlError
 
 TURN_COLUMNS = ("messages", "conversations", "conversation", "dialog", "dialogue", "chat", "turns")
@@ -54,8 +55,10 @@ def recognize(row: Any, kind: str = "sft") -> RowFormat | None:
 def unknown_columns(row: Any, row_format: RowFormat | None = None) -> str:
     """Return the message for a row whose format is unknown: its columns and what to do."""
     if not isinstance(row, dict):
-        return f"the row is {type(row).__name__}, not an object with columns"
-    names = ", ".join(map(str, row)) or "none"
+        return f"the row is {kind_name(row)}, not an object with columns"
+    columns = cast("dict[Any, Any]", row).items()
+    shown = (f"{key} (empty)" if is_empty(value) else str(key) for key, value in columns)
+    names = ", ".join(shown) or "none"
     if row_format is not None:
         return (
             f"a row for handler {row_format.handler}; the row has the columns: {names}. "
@@ -97,23 +100,25 @@ def _recognize_turns(columns: Mapping[str, Any], kind: str) -> RowFormat | None:
 def _truth_of_turns(columns: Mapping[str, Any], name: str, kind: str) -> str | None:
     """Return the column of the ground truth of turns, or None if these contain it or there is none.
 
+    Turns that end with a question or a tool response wait for an answer.
+
     Raises:
         MsrlError: the turns end with an answer, and a column holds another ground truth; or, for
             training, the turns end with a question, and a column holds an answer.
     """
     last = columns[name][-1]
-    is_question = last.get("role", last.get("from")) in ("user", "human")
+    is_open = ROLES.get(str(last.get("role", last.get("from")))) in ("user", "tool")
     if kind != "prompts":
-        answer = _answer(columns, kind) if is_question else None
+        answer = _answer(columns, kind) if is_open else None
         if answer is not None and not is_empty(columns[answer]):
             raise MsrlError(
-                f"column {name} ends with a question, and {answer} could be its answer. To train "
+                f"column {name} ends without an answer, and {answer} could be it. To train "
                 f"it, use --handler r1 --kind sft --map-keys "
                 f"""'{{"prompt": "{name}", "query": "", "response": "{answer}"}}', else """
                 f"--ignore {answer}."
             )
         return None
-    if is_question:
+    if is_open:
         return _answer(columns, kind)
     text = last.get("content", last.get("value"))
     truths = [key for key, value in _ground_truths(columns).items() if as_text(value) != text]
