@@ -105,6 +105,7 @@ class TokenizedRows:
     preferences: tuple[RenderedPreference, ...] = ()  # rows of preference data
     step_labels: Ints | None = None  # [N] for steps
     unread: Mapping[str, int] = field(default_factory=dict[str, int])  # rows by key not read
+    kept: frozenset[str] = frozenset()  # columns to keep by name that a row has
     bad: tuple[BadRow, ...] = ()  # rows that are not valid, if these are dropped
 
 
@@ -126,8 +127,8 @@ def tokenize_rows(job: TokenizeSettings, batch: RowBatch) -> TokenizedRows:
         offsets, items = _renderable(job, batch, converted)
         dropped = Counter(converted.dropped)
         result = _tokenize_items(job, batch, offsets, items, dropped)
-    bad = tuple(converted.bad)
-    return replace(result, num_read=num_read, unread=converted.unread, bad=bad)
+    bad, kept = tuple(converted.bad), frozenset(converted.kept)
+    return replace(result, num_read=num_read, unread=converted.unread, kept=kept, bad=bad)
 
 
 def _tokenize_items(
@@ -181,14 +182,15 @@ class _Converted:
     items: list[Any]
     dropped: Counter[str]
     unread: Counter[str]
+    kept: set[str]
     bad: list[BadRow]
 
 
 def _convert_rows(job: TokenizeSettings, batch: RowBatch) -> _Converted:
     """Return the usable rows as texts or conversations."""
-    rows = _Converted([], [], Counter(), Counter(), [])
+    rows = _Converted([], [], Counter(), Counter(), set(), [])
     is_user = is_own(job.handler.name)
-    convert = _own_converter(job) if is_user else _checked_converter(job, rows.unread)
+    convert = _own_converter(job) if is_user else _checked_converter(job, rows.unread, rows.kept)
     kind = job.handler.kind
     for offset in batch.offsets():
         row: Any = None
@@ -239,8 +241,13 @@ def _own_converter(job: TokenizeSettings) -> Callable[[Any], Any]:
     return job.handler.converter()
 
 
-def _checked_converter(job: TokenizeSettings, unread: Counter[str]) -> Callable[[Any], Any]:
-    """Return the function that reads a row, and refuses or counts the keys that it leaves out."""
+def _checked_converter(
+    job: TokenizeSettings, unread: Counter[str], seen: set[str]
+) -> Callable[[Any], Any]:
+    """Return the function that reads a row, and refuses or counts the keys that it leaves out.
+
+    The columns to keep by name that a row has are added to `seen`.
+    """
     kind, resolve = job.handler.kind, job.handler.resolver()
     kept, is_kept = frozenset(job.kept) - {ALL}, ALL in job.kept
 
@@ -252,6 +259,7 @@ def _checked_converter(job: TokenizeSettings, unread: Counter[str]) -> Callable[
         if kind == "prompts" and "label" in row and as_text(row["label"]) == _answer(row, columns):
             names |= {"label"}  # the ground truth, repeated
         check_row(row, names, kind, unread, is_kept=is_kept)
+        seen.update(name for name in kept - columns.read if name in row)
         if kind == "pairs":
             sides = (columns.paths.get(name, "") for name in ("chosen", "rejected"))
             check_order(row, names, *sides)

@@ -87,6 +87,7 @@ class DatasetWriter:
         self.counts: Counter[str] = Counter()
         self.dropped: Counter[str] = Counter()
         self.unread: Counter[str] = Counter()
+        self.kept: set[str] = set()
         self.first_bad: dict[str, str] = {}
         self._bad_rows: TextIO | None = None
         self.max_tokens = 0
@@ -130,6 +131,7 @@ class DatasetWriter:
     def _add(self, batch: TokenizedRows) -> None:
         self.dropped.update(batch.dropped)
         self.unread.update(batch.unread)
+        self.kept |= batch.kept
         self._add_bad_rows(batch)
         lengths = batch.sequences.lengths
         self.counts.update(

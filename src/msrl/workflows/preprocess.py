@@ -14,7 +14,7 @@ import sys
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Set
 from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from datetime import date
@@ -31,10 +31,10 @@ from msrl.data.render import Renderer, make_renderer
 from msrl.data.rows.steps import step_tokens
 from msrl.data.templates.files import load_template, template_names
 from msrl.data.templates.form import Template
-from msrl.data.tokenize import TokenizedRows, TokenizeSettings, tokenize_rows
+from msrl.data.tokenize import ALL, TokenizedRows, TokenizeSettings, tokenize_rows
 from msrl.data.tokenizer import TextTokenizer, open_tokenizer, vocab_hash
 from msrl.data.writer import DatasetWriter, check_prefix
-from msrl.errors import MsrlError
+from msrl.errors import MsrlError, nearest
 from msrl.processes.parent import end_with_parent
 from msrl.registry.own import is_own
 from msrl.types import DatasetManifest
@@ -106,6 +106,7 @@ def write(settings: PreprocessConfig, prefix: str) -> tuple[DatasetManifest, lis
         writer.finish()
         manifest = make_manifest(settings, job, writer)
         _check_not_empty(manifest.num_examples, manifest.dropped, files)
+        _check_kept(settings.keep, writer.kept, writer.unread)
         manifest = writer.commit(manifest)
     notes = (unread_columns(writer.unread), shown_date(job), *bad_rows(prefix, writer))
     return manifest, [line for line in notes if line]
@@ -127,7 +128,7 @@ def check(config: Config) -> int:
         prefix = _require("output_prefix", settings.output_prefix)
         check_prefix(prefix, overwrite=settings.overwrite)
     num_read = num_examples = 0
-    dropped: Counter[str] = Counter()
+    dropped, unread, kept = Counter[str](), Counter[str](), set[str]()
     is_all = len(files) <= _CHECKED_FILES
     for path in files[:_CHECKED_FILES]:
         batches = read_batches((path,))
@@ -137,9 +138,12 @@ def check(config: Config) -> int:
             num_examples += len(result.sequences.lengths) + len(result.preferences)
             dropped.update(result.dropped)
             dropped.update(bad.reason for bad in result.bad)
+            unread.update(result.unread)
+            kept |= result.kept
         is_all = is_all and next(batches, None) is None
     if is_all:
         _check_not_empty(num_examples, dropped, files)
+        _check_kept(settings.keep, kept, unread)
     return num_read
 
 
@@ -470,6 +474,17 @@ def _check_not_empty(
         raise MsrlError(
             f"preprocess.input={', '.join(map(str, files[:3]))}: nothing to write: {reason}. "
             "Check the handler, its columns (preprocess.map_keys) and preprocess.seq_length."
+        )
+
+
+def _check_kept(names: Iterable[str], kept: Set[str], unread: Mapping[str, int]) -> None:
+    """Raise MsrlError if no row has a column that prompts must keep."""
+    missing = [name for name in names if name != ALL and name not in kept]
+    if missing:
+        hint = f"; {nearest(missing[0], unread)}" if unread else ""
+        raise MsrlError(
+            f"preprocess.keep={missing[0]}: no row has this column, except one that the handler "
+            f"reads{hint}. Correct or remove it."
         )
 
 

@@ -642,3 +642,13 @@ def test_a_template_that_computes_the_format_of_its_date_cannot_be_fixed():
     ) == ('{{ "2024" }} {{ strftime_now is defined }}')
     with pytest.raises(MsrlError, match=mentions("2024-07-26", "format")):
         with_fixed_day("{% set f = '%Y' %}{{ strftime_now(f) }}", "2024-07-26")
+
+
+@pytest.mark.parametrize("name", ["levle", "question"])
+def test_a_column_to_keep_that_no_row_has_is_refused(tmp_path, name):
+    rows = [{"question": "a", "answer": "4", "level": 3}, {"question": "b", "answer": "5"}]
+    settings = {"input": jsonl(tmp_path / "x.jsonl", rows), "handler": "auto", "kind": "prompts"}
+    with pytest.raises(MsrlError, match=mentions("preprocess.keep", name)):
+        preprocess(tmp_path / "out" / "x", keep=["level", name], **settings)
+    assert not list((tmp_path / "out").iterdir())
+    assert preprocess(tmp_path / "out" / "x", keep=["level"], **settings).num_examples == 2
