@@ -287,10 +287,15 @@ def make_manifest(
 
 def unread_columns(unread: Mapping[str, int]) -> str:
     """Return the line that names the columns and keys that nothing read, or ""."""
-    names = [f"{name} ({number:,} rows)" for name, number in sorted(unread.items())]
-    names = [name.replace(" rows)", ")") if " of " in name else name for name in names]
+    names = [f"{name} ({_row_count(name, number)})" for name, number in sorted(unread.items())]
     more = f" and {len(names) - _LISTED_COLUMNS:,} more" if len(names) > _LISTED_COLUMNS else ""
     return f"columns not read: {', '.join(names[:_LISTED_COLUMNS])}{more}" if names else ""
+
+
+def _row_count(name: str, number: int) -> str:
+    """Return the number of rows with a key, or of turns and blocks with it."""
+    unit = "" if " of " in name else " row" if number == 1 else " rows"
+    return f"{number:,}{unit}"
 
 
 def shown_date(job: TokenizeSettings) -> str:

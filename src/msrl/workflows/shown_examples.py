@@ -83,7 +83,8 @@ def show_rows(job: TokenizeSettings, files: Sequence[Path], count: int) -> Itera
     rows = (result for batch in read_batches(files) for result in _single_rows(job, batch))
     for where, result in islice(rows, count):
         if result.bad:
-            yield ShownExample(f"{where}: dropped: {result.bad[0].message}", ())
+            problem = result.bad[0].message.removeprefix(f"{where}: ")
+            yield ShownExample(f"{where}: dropped: {problem}", ())
         elif result.dropped:
             reason = reason_text(next(iter(result.dropped)))
             yield ShownExample(f"{where}: dropped: {reason}", ())

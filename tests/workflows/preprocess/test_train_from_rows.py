@@ -137,7 +137,7 @@ def test_a_second_start_repeats_what_was_not_read(
     run = plan(model, file, preprocess={"on_bad_row": "drop"})
     prefix = prefix_of(run)
     first = capsys.readouterr().err.splitlines()[:-1]
-    assert "columns not read: source (1 rows)" in first and f"{prefix}_bad_rows.jsonl" in first[-1]
+    assert "columns not read: source (1 row)" in first and f"{prefix}_bad_rows.jsonl" in first[-1]
     assert prefix_of(run) == prefix
     assert capsys.readouterr().err.splitlines()[:-1] == first
 

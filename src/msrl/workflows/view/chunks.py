@@ -9,6 +9,7 @@ from __future__ import annotations
 import base64
 import json
 import math
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
@@ -21,7 +22,8 @@ from msrl.files import write_text
 
 PACK_BYTES = 4 << 20  # a pack of rows is written when it reaches this size
 _PACKS_OF_A_SIZE = 48  # after which the size doubles, so that long runs have few files
-_UNSAFE = {character: f"\\u{ord(character):04x}" for character in "<>&\u007f\u2028\u2029"}
+_UNSAFE = "<>&\x7f"
+_UNSAFE_BEYOND_ASCII = re.compile("[\x80-\x9f\u2028\u2029]")
 
 
 class Chunks(Protocol):
@@ -73,9 +75,15 @@ def safe_json(value: object) -> str:
         text = to_json(value, inf_nan_mode="null").decode()
     except ValueError:  # of halves of surrogate pairs, which only Python's own writer escapes
         text = json.dumps(value, allow_nan=False, separators=(",", ":"))
-    for character, escaped in _UNSAFE.items():
-        text = text.replace(character, escaped)
-    return text
+    for character in _UNSAFE:
+        text = text.replace(character, _escape(character))
+    if text.isascii():
+        return text
+    return _UNSAFE_BEYOND_ASCII.sub(lambda match: _escape(match[0]), text)
+
+
+def _escape(character: str) -> str:
+    return f"\\u{ord(character):04x}"
 
 
 def number(value: float) -> float | None:
