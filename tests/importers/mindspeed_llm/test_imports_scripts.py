@@ -196,6 +196,13 @@ def test_the_inference_task_sets_the_sampling():
     assert_mentions(line, "command line: task=beam_search: ", "beam")
 
 
+def test_a_greedy_task_beside_a_chat_stays_greedy_and_the_chat_samples():
+    line = "inference.py --task greedy chat --load ckpt --temperature 0.9"
+    tree = plain(convert(line).complete_tree())
+    assert (tree["generate"]["temperature"], tree["generate"]["top_k"]) == (0, -1)
+    assert (tree["chat"]["temperature"], tree["chat"]["top_k"]) == (0.9, 50)
+
+
 @pytest.mark.parametrize(
     ("flags", "lora"),
     [

@@ -78,17 +78,19 @@ def _commands(keys: Keys) -> list[str]:
 
 def _sampling(translation: Translation, keys: Keys, commands: list[str]) -> None:
     """Translate the sampling, and the prompt that the original generates from."""
-    tasks = [str(task) for task in as_list(keys.value("task"))]
-    is_greedy = commands == ["generate"] and tasks == ["greedy"]
+    tasks = {str(task) for task in as_list(keys.value("task"))}
+    is_greedy = "greedy" in tasks and "do_sample" not in tasks
     if "generate" in commands:
         translation.set("generate.prompt", wrap(_PROMPT, Origin("the prompt of the original")))
     if is_greedy:
         translation.set("generate.temperature", wrap(0.0, keys.origin("task")))
         translation.set_default("generate.top_p", 1.0)
         translation.set_default("generate.top_k", -1)
-        for key in _SAMPLING:
-            keys.record(key, KeyStatus.DEAD, "greedy decoding takes the most likely token")
-        return
+        commands = [command for command in commands if command != "generate"]
+        if not commands:
+            for key in _SAMPLING:
+                keys.record(key, KeyStatus.DEAD, "greedy decoding takes the most likely token")
+            return
     _put(keys, "temperature", commands, "temperature", keys.value("temperature"))
     top_p = keys.value("top_p")
     _put(keys, "top_p", commands, "top_p", 1.0 if top_p == 0 else top_p)
