@@ -124,6 +124,31 @@ def test_a_variable_assigned_from_an_unset_one_has_no_value(value: str) -> None:
     assert_mentions(load.problem, "$NOT_SET is not set")
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        "NODES=$((NOT_SET * 8))",
+        "((NODES = NOT_SET + 1))",
+        'let "NODES = 1 + NOT_SET"',
+        "NODES=8; ((NODES += NOT_SET))",
+        "LIST=(8 16); NODES=${LIST[NOT_SET]}",
+        "OTHER=NOT_SET; NODES=$((OTHER + 1))",
+    ],
+)
+def test_a_calculation_with_an_unset_variable_has_no_value(text: str) -> None:
+    (command,) = parse_script(f"{text}\n{PROGRAM} --load $NODES", "s.sh").commands
+    assert_mentions(command[3].problem, "$NOT_SET is not set")
+
+
+def test_counters_and_conditions_start_from_zero_as_in_bash() -> None:
+    script = parse_script(
+        f"((N++)); ((M += 2)); if ((NOT_SET > 2)); then K=1; else K=3; fi\n{PROGRAM} --n $N$M$K",
+        "s.sh",
+    )
+    assert [word.text for word in script.commands[0][2:]] == ["--n", "123"]
+    assert "NOT_SET" in script.scope.empty
+
+
 def test_an_empty_variable_is_reported(tmp_path: Path) -> None:
     translation = convert("mindspeed-llm", f"{CONVERT} --load-dir a $MOE_ARGS", tmp_path)
     assert [o.entry.key for o in translation.key_results if o.entry.section == "variable"] == [

@@ -1,6 +1,8 @@
 """Integer arithmetic of shell scripts: `$((...))`, `((...))`, `let` and indices of arrays.
 
-The operators and their precedence follow C. A name is a variable, and an unset one is 0.
+The operators and their precedence follow C. A name is a variable. In bash an unset one is 0; here
+only a counter (`x++`, `x += 1`) and a condition start from 0, and a value that depends on an unset
+variable has a problem.
 Source: Bash Reference Manual, Shell Arithmetic.
 """
 
@@ -59,28 +61,40 @@ def arithmetic(expression: Variable, scope: Scope) -> Variable:
     """Return the value of `$((expression))` as text."""
     if expression.problem:
         return literal(f"$(({expression.text}))", expression.problem)
-    number = calculate(expression, scope)
+    unset: list[str] = []
+    number = calculate(expression, scope, unset)
+    text = f"$(({expression.text}))"
+    if unset and not scope.unset_is_empty:
+        return literal(text, unset_problem(unset[0]))
     if number is not None:
         return literal(str(number))
-    text = f"$(({expression.text}))"
     return literal(text, f"{text} is not a calculation with integers. Replace it.")
 
 
-def calculate(expression: Variable, scope: Scope) -> int | None:
-    """Return the value of an arithmetic expression, or None. Assignments change the scope."""
+def calculate(expression: Variable, scope: Scope, unset: list[str] | None = None) -> int | None:
+    """Return the value of an arithmetic expression, or None. Assignments change the scope.
+
+    The names of unset variables, which count as 0, are added to `unset`.
+    """
     if expression.problem or len(expression.text) > MAX_EXPRESSION:
         return None
+    names: list[str] = [] if unset is None else unset
     try:
-        return _Evaluator(expression.text, scope, 0).value()
+        return _Evaluator(expression.text, scope, names).value()
     except (ValueError, ZeroDivisionError):
         return None
+
+
+def unset_problem(name: str) -> str:
+    """Return the problem of a value that depends on an unset variable."""
+    return f"${name} is not set. Set it in the script or export it."
 
 
 class _Evaluator:
     """Recursive-descent evaluation. A part that is skipped (`0 && x++`) has no effect."""
 
-    def __init__(self, text: str, scope: Scope, depth: int) -> None:
-        self.scope, self.depth = scope, depth
+    def __init__(self, text: str, scope: Scope, unset: list[str], depth: int = 0) -> None:
+        self.scope, self.unset, self.depth = scope, unset, depth
         self.tokens, self.pos, self.is_skipped = _tokens(text), 0, False
         if depth > _MAX_DEPTH:
             raise ValueError
@@ -115,13 +129,17 @@ class _Evaluator:
         if not _is_name(name) or not following or following[0] not in _ASSIGNMENTS:
             return self._ternary()
         self.pos += 2
+        num_unset = len(self.unset)
         right = self._assignment()
+        problems = [unset_problem(unset) for unset in self.unset[num_unset:]]
         change = following[0].removesuffix("=")
-        return self._set(name, _BINARY[change](self._read_name(name), right) if change else right)
+        value = _BINARY[change](self._read_counter(name), right) if change else right
+        return self._set(name, value, *problems)
 
-    def _set(self, name: str, value: int) -> int:
+    def _set(self, name: str, value: int, *problems: str) -> int:
         if not self.is_skipped:
-            self.scope.variables[name] = literal(str(value))
+            unknown = literal(f"${name}", *problems[:1])
+            self.scope.variables[name] = unknown if problems else literal(str(value))
         return value
 
     def _ternary(self) -> int:
@@ -162,7 +180,7 @@ class _Evaluator:
             if not _is_name(name):
                 raise ValueError
             self.pos += 1
-            return self._set(name, self._read_name(name) + (1 if token == "++" else -1))
+            return self._set(name, self._read_counter(name) + (1 if token == "++" else -1))
         if token := self._accept("-", "+", "!", "~"):
             value = self._unary()
             return {"-": -value, "+": value, "!": int(not value), "~": ~value}[token]
@@ -178,19 +196,22 @@ class _Evaluator:
         self.pos += 1
         if not _is_name(token):
             return _number(token)
-        value = self._read_name(token)
         if change := self._accept("++", "--"):
+            value = self._read_counter(token)
             self._set(token, value + (1 if change == "++" else -1))
-        return value
+            return value
+        if not self.is_skipped and self.scope.look_up(token) is None:
+            self.unset.append(token)
+        return self._read_counter(token)
 
-    def _read_name(self, name: str) -> int:
-        """Return the number in a variable, whose text may be an expression."""
+    def _read_counter(self, name: str) -> int:
+        """Return the number in a variable, whose text may be an expression; 0 if it is unset."""
         variable = self.scope.look_up(name)
         if variable is None or not variable.text.strip():
             return 0
         if variable.problem:
             raise ValueError
-        return _Evaluator(variable.text, self.scope, self.depth + 1).value()
+        return _Evaluator(variable.text, self.scope, self.unset, self.depth + 1).value()
 
 
 def _tokens(text: str) -> list[str]:

@@ -12,7 +12,7 @@ import re
 from collections.abc import Sequence
 
 from msrl.errors import MsrlError
-from msrl.importers.shell.arithmetic import arithmetic, calculate
+from msrl.importers.shell.arithmetic import arithmetic, calculate, unset_problem
 from msrl.importers.shell.braces import MAX_ITEMS, TooManyWordsError, expand_braces
 from msrl.importers.shell.outputs import output, probe_output
 from msrl.importers.shell.values import (
@@ -287,7 +287,7 @@ class _Expander:
         if self.scope.unset_is_empty:
             self.scope.empty.setdefault(name, self.line)
             return EMPTY
-        return Variable("", (), f"${name} is not set. Set it in the script or export it.")
+        return Variable("", (), unset_problem(name))
 
     def _parameter(self, body: str) -> Variable:
         """Return the value of `${...}`."""
@@ -316,7 +316,10 @@ class _Expander:
         """Return `${NAME[index]}`, which is empty for an index that does not exist."""
         if value.problem:
             return value
-        number = calculate(expand_text(index, self.line, self.scope), self.scope)
+        unset: list[str] = []
+        number = calculate(expand_text(index, self.line, self.scope), self.scope, unset)
+        if unset and not self.scope.unset_is_empty:
+            return Variable("", (), unset_problem(unset[0]))
         if number is None or not -len(value.words) <= number < len(value.words):
             return EMPTY
         return item(value.words[number])

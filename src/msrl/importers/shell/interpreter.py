@@ -241,7 +241,11 @@ class _Interpreter:
         return self._end_unfinished_loop(node)
 
     def _calculate(self, text: str, line: int) -> int | None:
-        return calculate(expand_text(text, line, self.scope), self.scope)
+        unset: list[str] = []
+        value = calculate(expand_text(text, line, self.scope), self.scope, unset)
+        for name in unset:
+            self.scope.empty.setdefault(name, line)
+        return value
 
     def _while(self, node: syntax.While) -> bool | None:
         for _ in range(MAX_REPEATS):
