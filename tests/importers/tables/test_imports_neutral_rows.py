@@ -42,6 +42,8 @@ CHANGING = [
     ("verl", "critic.model", "lora", {"rank": 8}),
     ("verl", _VERL, "mtp", {"enable": True}),
     ("verl", _VERL, "lora", {"rank": 8}),
+    ("verl", "actor_rollout_ref.actor", "load_weight", False),
+    ("verl", "actor_rollout_ref.actor", "recompute_old_log_prob", False),
 ]
 VERL = (
     "python3 -m verl.trainer.main_ppo algorithm.adv_estimator=gae data.train_files=a.parquet "
