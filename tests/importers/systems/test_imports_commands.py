@@ -76,6 +76,26 @@ def edit(text: str, *pairs: tuple[str, str]) -> str:
 # --- ROLL
 
 
+def test_models_of_the_roles_count_only_where_all_have_one_as_in_the_original(tmp_path: Path):
+    path = "model_args: {model_name_or_path: %s}"
+    policy = ("actor_train:\n", f"actor_train:\n  {path % 'policy'}\n")
+    engine = ("actor_infer:\n", f"actor_infer:\n  {path % 'policy'}\n")
+    other = ("reference: {", f"reference: {{{path % 'other'}, ")
+    text = edit(RLVR, policy, other)
+    tree = native_tree(convert("roll", text, tmp_path, "yaml"))
+    assert tree["model"]["path"] == "model" and "roles" not in tree["cluster"]
+    tree = native_tree(convert("roll", edit(text, engine), tmp_path, "yaml"))
+    assert tree["model"]["path"] == "policy"
+    assert tree["cluster"]["roles"]["reference"]["load"] == "other"
+
+
+def test_a_reference_of_another_dtype_is_no_exact_import(tmp_path: Path):
+    train = ("actor_train:\n", "actor_train:\n  model_args: {dtype: bf16}\n")
+    text = edit(RLVR, train, ("reference: {", "reference: {model_args: {dtype: fp32}, "))
+    with pytest.raises(MsrlError, match=mentions("reference.model_args.dtype=fp32", "bf16")):
+        convert("roll", text, tmp_path, "yaml")
+
+
 def test_batches_of_roll_follow_from_devices_and_accumulation(tmp_path: Path):
     tree = native_tree(convert("roll", RLVR, tmp_path, "yaml"))
     assert tree["cluster"] == {"devices_per_node": 8, "nodes": 2, "rpc_timeout_s": 3600}

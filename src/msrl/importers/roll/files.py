@@ -41,6 +41,7 @@ from msrl.importers.roll.supervised import (
 from msrl.importers.roll.training import put_data, put_engine_dtype, put_training_args
 from msrl.importers.roll.tree import resolve_tree
 from msrl.importers.roll.validation import put_validation
+from msrl.importers.roll.weights import put_weights
 from msrl.importers.roll.worker import SECTIONS, Worker
 from msrl.importers.sections import Keys
 from msrl.importers.table import load_table
@@ -142,6 +143,7 @@ class _RollFile:
         self._additional_prompts()
         self._asynchronous()
         devices.put_reference(self.reference)
+        put_weights(self.top, self.train, self.infer, self.reference)
         if self.is_agentic:
             self.infer.sections["generating_args"].record(
                 "max_new_tokens", KeyStatus.APPLIED, "environment.max_turn_tokens"
