@@ -36,7 +36,11 @@ _NO_OPTIONS = {
         ("use_vllm", "vllm_mode", "infer_backend"), "vLLM always generates. Remove it."
     ),
     **dict.fromkeys(
-        ("nproc_per_node", "num_processes", "nnodes", "num_gpus", "n_gpus_per_node"),
+        ("assistant_only_loss", "completion_only_loss", "train_on_inputs", "train_on_prompt"),
+        "Answers are trained, and prompts are not. Remove it.",
+    ),
+    **dict.fromkeys(
+        ("nproc_per_node", "num_processes", "nnodes", "num_gpus", "gpus", "n_gpus_per_node"),
         "Set cluster.devices_per_node and cluster.nodes.",
     ),
     **dict.fromkeys(

@@ -1,8 +1,8 @@
 """Names of common settings in other tools, and the keys of msrl with the same meaning.
 
 Sources: the arguments of transformers (TrainingArguments), of TRL's trainers, LLaMA-Factory,
-ms-swift, MindSpeed-LLM and MindSpeed-RL. A name has several keys where commands have separate ones.
-`importers` translates complete files; this table serves messages only.
+ms-swift, slime, OpenRLHF, MindSpeed-LLM and MindSpeed-RL. A name has several keys where commands
+have separate ones. `importers` translates complete files; this table serves messages only.
 """
 
 from __future__ import annotations
@@ -32,9 +32,23 @@ _KEYS: dict[tuple[str, ...], tuple[str, ...]] = {
     ("packing", "neat_packing"): ("data.pack", "preprocess.pack"),
     ("max_prompt_length",): ("rollout.max_prompt_tokens",),
     ("max_new_tokens", "max_completion_length", "max_response_length"): _NEW_TOKENS,
-    ("num_generations", "group_size", "num_return_sequences"): (
+    ("num_generations", "group_size", "num_return_sequences", "n_samples_per_prompt", "n"): (
         "rollout.samples_per_prompt", "generate.num_samples", "eval.samples_per_prompt",
     ),
+    ("rollout_batch_size", "prompts_per_batch"): ("rollout.prompts_per_step",),
+    ("temperature", "rollout_temperature"): (
+        "rollout.sampling.temperature", "eval.sampling.temperature", "generate.temperature",
+    ),
+    ("top_p", "rollout_top_p"): (
+        "rollout.sampling.top_p", "eval.sampling.top_p", "generate.top_p",
+    ),
+    ("top_k", "rollout_top_k"): (
+        "rollout.sampling.top_k", "eval.sampling.top_k", "generate.top_k",
+    ),
+    ("advantage_estimator", "adv_estimator"): ("algo.advantage.estimator",),
+    ("kl_coef", "init_kl_coef", "kl_loss_coef"): ("algo.kl.loss.coef", "algo.kl.reward.coef"),
+    ("entropy_coef", "entropy_coeff", "entropy_loss_coef"): ("algo.entropy_coef",),
+    ("teacher", "teacher_model", "teacher_model_name_or_path"): ("algo.distill.teachers",),
     ("torch_dtype", "bf16", "fp16", "precision", "params_dtype"): _DTYPE,
     ("learning_rate", "actor_lr", "max_lr"): ("train.optimizer.lr",),
     ("lr_scheduler_type", "lr_decay_style", "lr_scheduler"): ("train.optimizer.schedule",),
@@ -59,7 +73,7 @@ _KEYS: dict[tuple[str, ...], tuple[str, ...]] = {
     ("adapter_name_or_path", "adapters"): ("train.lora.load", "convert.lora", "serve.lora"),
     ("finetuning_type", "train_type", "tuner_type", "use_peft"): ("train.lora.rank",),
     ("freeze_parameters",): ("train.freeze",),
-    ("output_dir", "save_dir"): ("run.dir", "evaluate.output"),
+    ("output_dir", "save_dir", "run_dir"): ("run.dir", "evaluate.output"),
     ("run_name", "experiment_name"): ("run.name",),
     ("save_steps", "save_interval", "save_freq"): ("checkpoint.every_steps",),
     ("save_total_limit",): ("checkpoint.keep",),
