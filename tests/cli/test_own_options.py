@@ -106,6 +106,8 @@ def test_no_message_names_an_option_that_its_command_does_not_have() -> None:
         ("convert-ckpt inspect", "Name it with --hf-config.", "Name it with convert.hf_config."),
         ("generate", "Add --force.", "Add msrl cluster down --force."),
         ("serve", "Use msrl convert-ckpt hf2hf --lora.", "Use msrl convert-ckpt hf2hf --lora."),
+        ("train-sft", "Set preprocess.split, as in --split a, or name files.",
+         "Set preprocess.split, as in --set preprocess.split=a, or name files."),
         ("train-sft", "written with --mla-mm-split, but", "written with --mla-mm-split, but"),
     ],
 )  # fmt: skip

@@ -81,8 +81,11 @@ def with_own_options(text: str, own: str, commands: Commands) -> str:
 
 
 def _is_named(command: str, sentence: str) -> bool:
-    """Return True if a sentence names a command, such as `hf2mcore`."""
-    return re.search(rf"(?<![\w-]){re.escape(command.split()[-1])}(?![\w-])", sentence) is not None
+    """Return True if a sentence names a command, such as `hf2mcore`, and not only a key of it."""
+    return (
+        re.search(rf"(?<![\w-]){re.escape(command.split()[-1])}(?![\w-]|\.\w)", sentence)
+        is not None
+    )
 
 
 def _key(own: str, owners: Mapping[str, _Option]) -> str | None:
