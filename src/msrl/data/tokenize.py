@@ -193,9 +193,10 @@ def _convert_rows(job: TokenizeSettings, batch: RowBatch) -> _Converted:
     convert = _own_converter(job) if is_user else _checked_converter(job, rows.unread, rows.kept)
     kind = job.handler.kind
     for offset in batch.offsets():
-        row: Any = None
+        row, is_read = None, False
         try:
             row = batch.value(offset)
+            is_read = True
             if not (is_user or kind in TEXTS):
                 row = with_turn_lists(row)
             item = convert(without_keys(row, job.ignored) if job.ignored else row)
@@ -206,7 +207,7 @@ def _convert_rows(job: TokenizeSettings, batch: RowBatch) -> _Converted:
         except DroppedRow as error:
             rows.dropped[error.reason] += 1
         except MsrlError as error:
-            where = "" if row is None else f"{batch.where(offset)}: "
+            where = f"{batch.where(offset)}: " if is_read else ""
             message = f"{where}{error}{hint(row, job.handler.name, kind)}"
             if not job.drop_bad_rows:
                 raise MsrlError(message) from None

@@ -523,3 +523,30 @@ def test_a_key_that_says_which_side_is_better_is_refused_in_pairs(key: str):
     with pytest.raises(MsrlError, match=mentions(f"column {key}", "better", f"--ignore {key}")):
         read("pairs", {**ROWS["pairs"], key: 2})
     assert read("pairs", {**ROWS["pairs"], key: False})[1] == {key: 1}
+
+
+@pytest.mark.parametrize("value", [True, False, "A"])
+def test_a_name_with_better_is_refused_in_pairs_whatever_its_value(value: Any):
+    with pytest.raises(MsrlError, match=mentions("chosen_is_better", "--ignore")):
+        read("pairs", {**ROWS["pairs"], "chosen_is_better": value})
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "remedy"),
+    [
+        ("functions", [{"name": "f"}], "column tools"),
+        ("system_prompt", "s", "role system"),
+        ("context", "c", "content of the turn"),
+        ("rationale", "t", "reasoning_content"),
+    ],
+)
+def test_the_remedy_for_a_key_of_a_turn_names_no_column_mapping(key: str, value: Any, remedy: str):
+    with pytest.raises(MsrlError, match=mentions("turn", key, remedy)) as error:
+        read("sharegpt", answer(**{key: value}))
+    assert "--map-keys" not in str(error.value)
+
+
+@pytest.mark.parametrize("row", [None, 3, "a", [1]])
+def test_a_row_that_is_no_object_is_refused_with_its_place(row: Any):
+    with pytest.raises(MsrlError, match=mentions("x.jsonl: row 1", "not an object")):
+        read("auto", row)

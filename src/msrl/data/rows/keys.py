@@ -16,7 +16,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, cast
 from unicodedata import normalize
@@ -185,6 +185,12 @@ MEANINGS = (
         "Write the better side into the column of the chosen answer, and remove ties",
         frozenset({"pairs"}),
     ),
+    # Under other names, a value may mean either side.
+    Meaning(
+        "other better side", (), ("better",), _is_set, "which side is better is not read",
+        "Write the better side into the column of the chosen answer, and remove ties",
+        frozenset({"pairs"}),
+    ),
     Meaning(
         "label", ("label", "labels", "kto_tag"), ("kto",), _is_label,
         "answers labeled as desirable or not (KTO)",
@@ -194,14 +200,14 @@ MEANINGS = (
     Meaning(
         "verdict", ("is_correct", "correctness", "verified", "accepted", "passed", "is_valid"),
         ("correct", "correctness", "verified", "verdict", "accepted", "passed", "valid",
-         "resolved", "solved", "success", "successful"),
+         "resolved", "solved", "success", "successful", "desirable"),
         _is_negative, "the answer is marked as wrong",
         "Remove the row, or use handler labeled for train-dpo",
         frozenset({"sft", "prompts", "pairs"}),
     ),
     Meaning(
-        "negative verdict", ("is_wrong",), ("incorrect", "wrong", "invalid", "failed"),
-        _is_positive,
+        "negative verdict", ("is_wrong",),
+        ("incorrect", "wrong", "invalid", "failed", "undesirable"), _is_positive,
         "the answer is marked as wrong", "Remove the row, or use handler labeled for train-dpo",
         frozenset({"sft", "prompts", "pairs"}),
     ),
@@ -226,14 +232,14 @@ MEANINGS = (
     Meaning(
         "tools",
         ("tools", "functions", "function_list", "available_functions", "function_schemas",
-         "function_definitions", "apis"),
+         "function_definitions", "apis", "api_list", "plugins"),
         ("tool",), _is_text, "tools would not be shown",
         "Use handler sharegpt with --map-keys '{\"tools\": \"{key}\"}'", _CHATS,
     ),
     Meaning(
         "options of a question",
         ("options", "choices", "opa", "opb", "opc", "opd", "A", "B", "C", "D"),
-        ("option", "choice", "distractor"), _is_present,
+        ("option", "choice", "distractor", "ending"), _is_present,
         "the options would not be shown with the question",
         "Write them into the question, or use a handler of your own (path/file.py:NAME)",
         frozenset({"sft", "prompts", "pairs", "labeled"}),
@@ -466,6 +472,14 @@ _TURN_FLAGS: tuple[tuple[str, tuple[Any, ...], str], ...] = (
 )  # fmt: skip
 
 
+_TURN_REMEDIES = {
+    "system text": "Write it into a turn of the role system",
+    "tools": "Write them into the column tools of the row",
+    "thought": "Write it into reasoning_content of the answer's turn",
+    "context of a question": "Write it into the content of the turn",
+}
+
+
 def check_block(block: Mapping[str, Any], location: str) -> None:
     """Raise MsrlError if a key of a content block that is not read has a meaning."""
     _check_part(block, _BLOCK_KEYS, f"{location}: a content block")
@@ -474,7 +488,11 @@ def check_block(block: Mapping[str, Any], location: str) -> None:
 def _check_part(part: Mapping[str, Any], known: frozenset[str], location: str) -> None:
     for key, meaning in _part_plan(tuple(part), known).checked:
         if meaning.says(part[key]):
-            raise MsrlError(refusal(f"{location}: {key}", key, part[key], meaning))
+            # A column can be named with --map-keys, a key of a turn cannot.
+            remedy = _TURN_REMEDIES.get(meaning.title, meaning.remedy)
+            raise MsrlError(
+                refusal(f"{location}: {key}", key, part[key], replace(meaning, remedy=remedy))
+            )
 
 
 def is_trained(
