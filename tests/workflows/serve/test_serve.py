@@ -578,3 +578,27 @@ def test_a_second_start_reuses_the_conversion_calls_tools_and_kills_leave_nothin
     second.command.process.send_signal(signal.SIGKILL)
     second.command.wait()
     wait_for_end(pids, limit_s=60)
+
+
+@pytest.mark.slow
+@pytest.mark.full
+def test_256_clients_at_once_get_the_answers_of_one_after_the_other(folder: Path, tmp_path: Path):
+    server = Server(tmp_path / "log", str(folder))
+    openai = pytest.importorskip("openai")
+    client = openai.AsyncOpenAI(base_url=server.url, api_key="none", max_retries=0, timeout=300)
+    questions = [f"{number}+{number % 7}=" for number in range(256)]
+
+    async def answer(question: str) -> str:
+        message = {"role": "user", "content": question}
+        options = {"model": folder.name, "max_tokens": 12, "temperature": 0}
+        reply = await client.chat.completions.create(messages=[message], **options)
+        return reply.choices[0].message.content
+
+    async def answer_all() -> tuple[list[str], list[str]]:
+        together = await asyncio.gather(*map(answer, questions))
+        return together, [await answer(question) for question in questions[::16]]
+
+    together, alone = asyncio.run(answer_all())
+    server.command.process.send_signal(signal.SIGTERM)
+    assert server.command.wait() == 130
+    assert together[::16] == alone and len(set(together)) > 16

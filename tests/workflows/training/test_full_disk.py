@@ -21,10 +21,11 @@ from msrl.platforms import get
 from msrl.trainer.checkpointing.resume import SavedTraining
 from msrl.workflows.training.transport.local import LocalWorkers, local_workers
 from one_process import Runner
-from support import mentions, python_path
+from support import assert_mentions, mentions, python_path
 from test_train_from_rows import CHAT, write
+from test_train_grpo import make_inputs, rollouts, settings
 from tiny_qwen2 import save_model
-from training_runs import rows, write_config
+from training_runs import Command, metrics, rows, write_config
 
 pytestmark = [pytest.mark.full, pytest.mark.slow]
 STEPS = 4
@@ -137,4 +138,56 @@ def test_a_training_on_a_full_disk_ends_with_one_message_and_resumes_exactly(
     file = "hf/model.safetensors"
     assert (run / file).read_bytes() == (whole / file).read_bytes()
     assert (run / "report.md").exists() and (run / "curves.png").exists()
+    assert not [path for path in run.rglob("*") if path.suffix in (".part", ".partial", ".new")]
+
+
+# Python executes this module at its start: the disk is full for the files that FULL_DISK matches.
+SITE = """
+import errno, os, re, sys
+pattern = re.compile(os.environ["FULL_DISK"])
+def audit(event, arguments):
+    if event == "open" and isinstance(arguments[0], str) and pattern.search(arguments[0]):
+        if arguments[2] & (os.O_WRONLY | os.O_RDWR):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), arguments[0])
+if pattern.pattern:
+    sys.addaudithook(audit)
+"""
+GRPO_PHASES = {
+    "rollouts": r"/rollouts/\.?step_000003",
+    "evaluation": r"/eval/\.?step_000002",
+}
+
+
+@pytest.fixture(scope="module")
+def grpo(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the folder of the inputs of GRPO and of a run on a disk that is not full."""
+    folder = make_inputs(tmp_path_factory.mktemp("grpo"))
+    (folder / "sitecustomize.py").write_text(SITE)
+    assert train_grpo(folder, "whole", "")[0] == 0
+    return folder
+
+
+def train_grpo(folder: Path, name: str, pattern: str) -> tuple[int, str]:
+    """Run GRPO on a disk that is full for some files; return its exit code and its output."""
+    sections = settings(folder, name, "tied", eval={"every_steps": 2, "prompts": 4})
+    file = write_config(folder / f"{name}.yaml", sections)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", os.pathsep.join([str(folder), python_path()]))
+        patch.setenv("FULL_DISK", pattern)
+        command = Command("train-grpo", "-c", str(file), "--resume", "auto", log=folder / name)
+        return command.wait(), command.output()
+
+
+@pytest.mark.parametrize("phase", GRPO_PHASES)
+def test_grpo_on_a_full_disk_ends_with_one_message_and_resumes_exactly(phase: str, grpo: Path):
+    code, output = train_grpo(grpo, phase, GRPO_PHASES[phase])
+    assert code == 2, output
+    assert_mentions(output, os.strerror(errno.ENOSPC))
+    assert "Traceback" not in output
+    code, output = train_grpo(grpo, phase, "")
+    assert code == 0, output
+    whole, run = grpo / "runs" / "whole", grpo / "runs" / phase
+    assert metrics(run) == metrics(whole)
+    for step in range(1, STEPS + 1):
+        assert rollouts(run, step) == rollouts(whole, step)
     assert not [path for path in run.rglob("*") if path.suffix in (".part", ".partial", ".new")]
