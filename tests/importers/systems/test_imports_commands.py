@@ -409,6 +409,14 @@ def test_a_command_of_lightrft_is_not_refused_for_defaults_that_change_no_result
     assert load([str(tmp_path / "native.yaml")]).config.log.trackers == ()
 
 
+def test_packed_micro_batches_of_lightrft_are_exact_with_one_sample_only():
+    line = f"{FLAGS} --packing_samples --micro_train_batch_size"
+    result = translate_arguments("lightrft", f"{line} 1".split()).key_results
+    assert [r.status for r in result if r.entry.key == "packing_samples"] == [KeyStatus.SAME]
+    with pytest.raises(MsrlError, match=mentions("packing_samples", "tokens")):
+        translate_arguments("lightrft", f"{line} 4".split())
+
+
 def test_the_complete_examples_of_lightrft_are_read_key_by_key(tmp_path: Path):
     blocks = [
         block

@@ -158,6 +158,7 @@ class _Flags:
             self.translation.set("algo.options.drift", wrap(0.0, keys.origin("use_cpg_loss")))
         keys.record("use_cpg_loss", KeyStatus.OFF, "")
         self.translation.set_default("algo.aggregate.mode", "seq-mean-token-mean")
+        self._packing()
         self._betas()
         self.translation.set_default("train.optimizer.schedule", "cosine")
         lr = keys.value("actor_learning_rate")
@@ -169,6 +170,20 @@ class _Flags:
         if estimator == "gae" and isinstance(critic_lr, float):
             key = "cluster.roles.critic.optimizer.min_lr"
             self.translation.set_default(key, 0.1 * critic_lr)
+
+    def _packing(self) -> None:
+        """Report that the original averages over the tokens of a packed micro-batch.
+
+        Source: trainer/ppo_trainer.py, whose packed samples have no mask.
+        """
+        packing = self.keys.get("packing_samples")
+        if packing is None or packing.value is not True:
+            return
+        if self.keys.value("micro_train_batch_size") == 1:
+            text = "micro-batches of one sample; msrl always packs them"
+            return self.translation.record(packing, KeyStatus.SAME, text)
+        text = "the original averages the loss over the tokens of a packed micro-batch, msrl over "
+        return self.translation.difference(packing, text + "samples")
 
     def _whitening(self, estimator: str) -> None:
         """Whiten gae and reinforce, which the original always does, and groups never."""
