@@ -351,6 +351,13 @@ def _prepare(
                 "of this row. Use a packaged template with tools (qwen, qwen3), or --ignore tools."
             )
         options["tools"] = json.loads(tools)
+    has_calls = any("tool_calls" in (message.fields or {}) for message in conversation.messages)
+    if has_calls and "tool_calls" not in template:
+        raise MsrlError(
+            f"template native: the chat template of {tokenizer.folder} does not show the tool "
+            "calls of this row. Use a packaged template with tools (qwen, qwen3), or write the "
+            "calls into the content as the model writes them."
+        )
     if enable_thinking is not None:
         options["enable_thinking"] = enable_thinking
     pattern = control_pattern(tokenizer.special_tokens())

@@ -233,6 +233,15 @@ def test_tools_that_the_chat_template_cannot_show_are_refused():
         native("mistral-7b-instruct-v0.2").examples([converse(row)])
 
 
+def test_tool_calls_that_the_chat_template_does_not_show_are_refused(tmp_path: Path):
+    source = "{% for m in messages %}{{ m.role }} {{ m.content }}<|im_end|>{% endfor %}{{ tools }}"
+    tokenizer = save_named(tmp_path, default=source, tool_use=source)
+    renderer = make_renderer(load_template("native"), tokenizer)
+    row = converse({"messages": [user("Hi"), answer("", tool_calls=[call("weather")])]})
+    with pytest.raises(MsrlError, match=mentions("template native", "tool calls")):
+        renderer.examples([row])
+
+
 def test_a_system_text_that_the_chat_template_does_not_show_is_refused(tmp_path: Path):
     source = "{% for m in messages %}{{ m.role }} {{ m.content | trim }}<|im_end|>{% endfor %}"
     source += "{% if add_generation_prompt %}assistant {% endif %}"
