@@ -525,6 +525,21 @@ def test_a_key_that_says_which_side_is_better_is_refused_in_pairs(key: str):
     assert read("pairs", {**ROWS["pairs"], key: False})[1] == {key: 1}
 
 
+@pytest.mark.parametrize(
+    ("handler", "key", "value"),
+    [
+        ("r1", "apply_chat_template_kwargs", {"enable_thinking": False}),
+        ("r1", "multi_modal_inputs", {"x": 1}),
+        ("sharegpt", "plugins", [{"name": "f"}]),
+        ("alpaca", "desirable", False),
+        ("alpaca", "endings", ["a", "b"]),
+    ],
+)
+def test_names_of_other_systems_have_the_meaning_of_their_class(handler: str, key: str, value: Any):
+    with pytest.raises(MsrlError, match=mentions(f"column {key}", f"--ignore {key}")):
+        read(handler, {**ROWS[handler], key: value})
+
+
 @pytest.mark.parametrize("value", [True, False, "A"])
 def test_a_name_with_better_is_refused_in_pairs_whatever_its_value(value: Any):
     with pytest.raises(MsrlError, match=mentions("chosen_is_better", "--ignore")):

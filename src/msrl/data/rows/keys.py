@@ -218,7 +218,8 @@ MEANINGS = (
     ),
     Meaning(
         "options of the template",
-        ("chat_template_kwargs", "template_kwargs", "chat_template", "enable_thinking",
+        ("chat_template_kwargs", "apply_chat_template_kwargs", "template_kwargs",
+         "chat_template", "enable_thinking",
          "preserve_thinking", "reasoning_effort", "model_identity", "response_prefix", "prefill"),
         (), _is_set, "options of a template are not read from rows",
         "Write rows with other options into another file, and set them there with "
@@ -259,7 +260,7 @@ MEANINGS = (
         ("image", "images", "image_path", "image_url", "video", "videos", "audio", "audios",
          "objects", "pixel_values", "mm_processor_kwargs", "multi_modal_data", "ref_audios",
          "audio_codes"),
-        ("image", "video", "audio", "pixel", "multimodal"), _is_true,
+        ("image", "video", "audio", "pixel", "multimodal", "modal"), _is_true,
         "images, videos and sounds are not supported, only text",
         "Remove the row, or remove the column and its marks such as <image>", _ALL,
     ),
