@@ -178,7 +178,7 @@ class _Flags:
         """
         packing = self.keys.get("packing_samples")
         if packing is None or packing.value is not True:
-            return
+            return None
         if self.keys.value("micro_train_batch_size") == 1:
             text = "micro-batches of one sample; msrl always packs them"
             return self.translation.record(packing, KeyStatus.SAME, text)
