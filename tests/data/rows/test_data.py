@@ -752,3 +752,11 @@ def test_folder_without_a_tokenizer_is_refused(tmp_path):
     for path, message in ((tmp_path / "none", "folder"), (tmp_path, "tokenizer.json")):
         with pytest.raises(MsrlError, match=mentions(path, message)):
             open_tokenizer(path)
+
+
+def test_an_input_that_is_named_twice_is_refused(tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"text": "a"}\n')
+    for name in ("a.jsonl", "*.jsonl", ""):
+        item = str(tmp_path / name)
+        with pytest.raises(MsrlError, match=mentions("preprocess.input", item, "once")):
+            find_files([item, f"{tmp_path}/./{name}"])

@@ -14,6 +14,7 @@ import gzip
 import io
 import json
 import zlib
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -80,7 +81,8 @@ def find_files(inputs: Sequence[str], split: str | None = None) -> tuple[Path, .
     The files of a folder are sorted by name. `split` selects the files of one split.
 
     Raises:
-        MsrlError: an input matches no file, or a folder has several splits and none is selected.
+        MsrlError: an input matches no file or is named twice, or a folder has several splits and
+            none is selected.
     """
     if not inputs:
         raise MsrlError(
@@ -90,6 +92,12 @@ def find_files(inputs: Sequence[str], split: str | None = None) -> tuple[Path, .
     files: dict[Path, None] = {}
     for item in inputs:
         files.update(dict.fromkeys(_expand_input(item, split)))
+    repeated = [item for item, number in Counter(map(Path, inputs)).items() if number > 1]
+    if repeated:
+        raise MsrlError(
+            f"preprocess.input={repeated[0]}: is named twice, and a file is read once. Remove one, "
+            "or repeat rows with data.blend."
+        )
     if split is not None and not any(Path(item).is_dir() for item in inputs):
         raise MsrlError(f"preprocess.split={split}: has no effect without a folder. Remove it.")
     return tuple(files)
