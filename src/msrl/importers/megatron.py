@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from msrl.config.sources import Node
+from msrl.config.sources import Node, wrap
 from msrl.errors import MsrlError, nearest
 from msrl.importers.conversions import CONVERSIONS, int_list
 from msrl.importers.placeholders import is_placeholder
@@ -175,6 +175,10 @@ class MegatronKeys:
             self.translation.set_default("train.optimizer.betas", betas)
         for entry in entries:
             self.translation.assign(entry, ["train.optimizer.betas"], betas)
+        for name in ("lr_warmup_fraction", "lr_warmup_iters"):
+            entry = self.keys.get(name)
+            if entry is not None and entry.value:  # Megatron begins at a learning rate of 0
+                self.translation.set("train.optimizer.warmup_from_zero", wrap(True, entry.origin))
 
     def _warmup(self) -> None:
         """Check that warmup is either a fraction or a number of updates, as Megatron requires."""

@@ -234,6 +234,16 @@ def test_warmup_is_a_fraction_or_a_number_of_updates():
     assert_mentions(line, "lr_warmup_iters=5", "lr_warmup_fraction")
 
 
+@pytest.mark.parametrize(
+    ("flag", "from_zero"),
+    [("--lr-warmup-fraction 0.01", True), ("--lr-warmup-iters 5", True), ("", None),
+     ("--lr-warmup-fraction 0.0", None)],
+)  # fmt: skip
+def test_a_warmup_of_megatron_begins_at_zero(flag: str, from_zero: bool | None):
+    optimizer = native_tree(f"{TUNE} {flag}")["train"]["optimizer"]
+    assert optimizer.get("warmup_from_zero") is from_zero
+
+
 SFT = """\
 defaults: [{model: [small]}]
 sft:

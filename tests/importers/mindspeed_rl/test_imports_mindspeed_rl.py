@@ -655,7 +655,9 @@ OTHERS: dict[str, tuple[dict[str, Any], Any]] = {
     "megatron.split": ({}, "90,5,5"), "megatron.vocab_extra_ids": ({}, 2),
     "megatron.optimizer": ({}, "sgd"),
     "megatron.num_layers_per_virtual_pipeline_stage": ({}, 2),
-    "megatron.num_layer_list": ({}, "13,15"), "megatron.noop_layers": ({}, "0,29"),
+    "megatron.num_layer_list": ({}, "13,15"),
+    "megatron.noop_layers": (
+        {"actor_config.num_layers": 30, "megatron_training.noop_layers": "0,29"}, "1,29"),
     "megatron.expert_model_parallel_size": ({}, 2), "megatron.context_parallel_size": ({}, 2),
     "megatron.context_parallel_algo": ({}, "megatron_cp_algo"),
     "megatron.recompute_granularity": ({"megatron_training.recompute-granularity": ...},

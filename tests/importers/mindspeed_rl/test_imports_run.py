@@ -43,7 +43,8 @@ def test_the_quickstart_as_a_mindspeed_file_is_the_same_training():
     aggregate = native.algo.aggregate.model_copy(update=mode)
     assert native.algo.model_copy(update={"aggregate": aggregate}) == theirs.algo
     warmup = {
-        "warmup": native.train.optimizer.warmup / 30
+        "warmup": native.train.optimizer.warmup / 30,
+        "warmup_from_zero": True,
     }  # updates in msrl, a fraction of them in MindSpeed
     updates = {"samples_per_update": 256}  # one update per step
     expected = native.train.model_copy(

@@ -409,6 +409,13 @@ def test_a_command_of_lightrft_is_not_refused_for_defaults_that_change_no_result
     assert load([str(tmp_path / "native.yaml")]).config.log.trackers == ()
 
 
+@pytest.mark.parametrize(("ratio", "from_zero"), [("0.1", True), ("0", False)])
+def test_a_warmup_of_lightrft_begins_at_zero_as_in_transformers(ratio: str, from_zero: bool):
+    translation = translate_arguments("lightrft", f"{FLAGS} --lr_warmup_ratio {ratio}".split())
+    optimizer = native_tree(translation)["train"]["optimizer"]
+    assert optimizer.get("warmup_from_zero", False) is from_zero
+
+
 def test_packed_micro_batches_of_lightrft_are_exact_with_one_sample_only():
     line = f"{FLAGS} --packing_samples --micro_train_batch_size"
     result = translate_arguments("lightrft", f"{line} 1".split()).key_results

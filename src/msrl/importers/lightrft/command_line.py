@@ -161,6 +161,8 @@ class _Flags:
         self._packing()
         self._betas()
         self.translation.set_default("train.optimizer.schedule", "cosine")
+        if keys.value("lr_warmup_ratio"):  # the original begins at 0, as transformers does
+            self.translation.set_default("train.optimizer.warmup_from_zero", True)
         lr = keys.value("actor_learning_rate")
         if isinstance(lr, float):
             self.translation.set_default("train.optimizer.min_lr", 0.1 * lr)

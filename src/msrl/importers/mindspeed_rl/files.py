@@ -124,6 +124,7 @@ class _RlFile:
         megatron = MegatronKeys(translation, self.megatron)
         megatron.apply(by_tokens=self.rl.value("use_dynamic_bsz") is True)
         megatron.apply_shapes()
+        self._schedule()
         prompts, max_tokens = (
             self.megatron.value("global_batch_size"),
             self.sampling.value("max_tokens"),
@@ -503,6 +504,21 @@ class _RlFile:
         return self.translation.assign(
             load, ["reward.sources"], [{"model": load.value, "engine": "megatron"}]
         )
+
+    def _schedule(self) -> None:
+        """Report schedules, for which the original counts samples in a run of prompts.
+
+        Source: models/base/base_training_engine.py, update: `increment` samples of each update, of
+        train_iters * global_batch_size in Megatron's scheduler.
+        """
+        samples = self.rl.number("n_samples_per_prompt") or 1
+        speed = samples * (self.rl.number("epochs") or 1)
+        changes = self.megatron.value("lr_decay_style") != "constant"
+        if speed > 1 and (changes or self.megatron.value("lr_warmup_fraction")):
+            self.translation.remarks.append(
+                f"{self.translation.name}: warm-up and decay of the original end {speed} times as "
+                "early: its schedule counts samples and epochs in a run of prompts"
+            )
 
     def _critic(self, name: str, keys: Keys) -> None:
         """Translate the weights and the learning rate of the critic, if the estimator needs one."""
