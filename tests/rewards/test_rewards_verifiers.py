@@ -1091,7 +1091,7 @@ WRONG_REMAINDERS = (
     "{right}\\text{{{wrong}}}", "{right}\\mathbf{{{wrong}}}", "\\textbf{{{wrong}}}{right}",
     "{right} \\text{{ or {wrong}}}", "{right} \\text{{ divided by {wrong}}}",
     "{right}\\text{{\\textit{{{wrong}}}}}", "\\boxed{{{right}}}{wrong}",
-    "{wrong}\\boxed{{{right}}}",
+    "{wrong}\\boxed{{{right}}}", "{right}\\text{{x}}", "{right}\\mathrm{{n}}",
 )  # fmt: skip
 
 

@@ -42,8 +42,9 @@ _TEXT_COMMAND = (
 _TEXT = re.compile(rf"{_TEXT_COMMAND}\{{([^{{}}]*)\}}")
 _GROUP = r"\{[^{}]*(?:\{[^{}]*(?:\{[^{}]*\}[^{}]*)*\}[^{}]*)*\}"
 _NESTED_TEXT = re.compile(rf"{_TEXT_COMMAND}({_GROUP})")
-# The e of 5\mathrm{e9} belongs to its value, unlike the letters of m2 or CO2.
-_TEXT_VALUE = re.compile(r"(?<![A-Za-z0-9])(?:[eE][-+]?)?\d|\\pi(?![A-Za-z])")
+# The e of 5\mathrm{e9} belongs to its value, unlike the letters of m2 or CO2. A single x, y, z or n
+# is a variable, other single letters are units.
+_TEXT_VALUE = re.compile(r"(?<![A-Za-z0-9])(?:[eE][-+]?)?\d|\\pi(?![A-Za-z])|^\{\s*[nxyz]\s*\}$")
 _PERCENT = re.compile(r"\s*\\?%$")
 # Words whose case means nothing; single letters are variables, and commands are symbols.
 _CASELESS = re.compile(
