@@ -488,8 +488,8 @@ def _check_kept(names: Iterable[str], kept: Set[str], unread: Mapping[str, int])
     if missing:
         hint = f"; {nearest(missing[0], unread)}" if unread else ""
         raise MsrlError(
-            f"preprocess.keep={missing[0]}: no row has this column, except one that the handler "
-            f"reads{hint}. Correct or remove it."
+            f"preprocess.keep={missing[0]}: no row has this column, or the handler reads it. Name "
+            f"another column, or none{hint}"
         )
 
 
