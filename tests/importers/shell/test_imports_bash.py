@@ -153,6 +153,8 @@ UNKNOWN = {
     "file": "if [ -f /x ]; then A=1; else A=2; fi\nprog --a $A",
     "output": '[ "$(hostname)" = a ] && A=2\nprog --a $A',
     "input": "read -r A <<EOF\n1\nEOF\nprog --a $A",
+    "lines": 'mapfile -t A </x\nprog "${A[@]}"',
+    "lines of readarray": "readarray A </x\nprog --a ${A[0]}",
     "names as indices": "declare -A M=([a]=1)\nprog --a ${M[a]}",
     "loop": "N=$(nproc)\nfor ((i=0; i<N; i++)); do\n  prog --a $i\ndone",
     "element": "A[0]=3\nprog --a ${A[0]}",

@@ -149,6 +149,17 @@ def test_counters_and_conditions_start_from_zero_as_in_bash() -> None:
     assert "NOT_SET" in script.scope.empty
 
 
+def test_an_argument_that_is_not_given_is_reported_unless_it_has_a_default() -> None:
+    text = f'if [ -z "$3" ]; then A=1; fi\n{PROGRAM} --n out/$1 --m ${{2:-4}}'
+    assert parse_script(text, "s.sh").scope.empty == {"$1": 2}
+    assert parse_script(text, "s.sh", ["a"]).scope.empty == {}
+
+
+def test_an_unset_list_is_reported() -> None:
+    script = parse_script(f'{PROGRAM} --n 1 "${{FLAGS[@]}}"', "s.sh")
+    assert script.scope.empty == {"${FLAGS[@]}": 1}
+
+
 def test_an_empty_variable_is_reported(tmp_path: Path) -> None:
     translation = convert("mindspeed-llm", f"{CONVERT} --load-dir a $MOE_ARGS", tmp_path)
     assert [o.entry.key for o in translation.key_results if o.entry.section == "variable"] == [

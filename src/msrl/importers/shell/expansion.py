@@ -206,7 +206,11 @@ class _Expander:
     def _add_list(self) -> None:
         """Add a quoted list such as `"${NAME[@]}"`, whose items stay words."""
         self._step()
-        self._add_words(self._expansion().words, self.line)
+        begin = self.pos
+        value = self._expansion()
+        if value.problem and not value.words:
+            self.scope.empty.setdefault(self.source[begin : self.pos], self.line)
+        self._add_words(value.words, self.line)
         self._step()
 
     def _add_words(self, words: Sequence[Word], line: int) -> None:
@@ -251,7 +255,13 @@ class _Expander:
             self._step()
             return literal("$")
         self._step(match.end() - self.pos)
+        self._report_missing(match[0])
         return self._value(match[0]).first()
+
+    def _report_missing(self, name: str) -> None:
+        """Report an argument of the script that is not given, which is empty."""
+        if name.isdigit() and not self.scope.unset_is_empty and self.scope.look_up(name) is None:
+            self.scope.empty.setdefault(f"${name}", self.line)
 
     def _arithmetic(self, *, is_old: bool) -> Variable:
         """Return the value of `$((...))`, or of the older `$[...]`."""
@@ -296,6 +306,8 @@ class _Expander:
             return literal(f"${{{body}}}", f"${{{body}}} is not supported. Replace it.")
         name, index, action, argument = match[2], match[3], match[4] or "", match[5] or ""
         is_list = index in ("[@]", "[*]") or name in "@*"
+        if not action:
+            self._report_missing(name)
         value = self._value(name)
         if match[1] == "!" and (index or value.problem):
             return literal(f"${{{body}}}", value.problem or f"${{{body}}} is not supported.")

@@ -345,7 +345,8 @@ class _Interpreter:
         builtins = {
             "set": self._set, "shift": self._shift, "unset": self._unset, "let": self._let,
             "eval": self._eval, "bash": self._shell, "sh": self._shell, ":": self._nothing,
-            "true": self._nothing, "read": self._read, "exit": self._stop, "return": self._stop,
+            "true": self._nothing, "read": self._read, "mapfile": self._read,
+            "readarray": self._read, "exit": self._stop, "return": self._stop,
             "break": self._stop, "continue": self._stop, "source": self._source,
             ".": self._source, "exec": self._exec, "printf": self._print,
         }  # fmt: skip
@@ -471,6 +472,7 @@ class _Interpreter:
         return True
 
     def _read(self, words: Sequence[Word]) -> bool | None:
+        """Forget the variables of read, mapfile and readarray."""
         for word in words[1:]:
             if re.fullmatch(r"[A-Za-z_]\w*", word.text):
                 reason = f"${word.text} is read from the input"
