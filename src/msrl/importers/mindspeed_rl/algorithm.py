@@ -113,7 +113,7 @@ class Algorithm:
     def _aggregation(self) -> None:
         """Set the aggregation of the loss. dapo without token_level_loss averages sequences."""
         if self.name == "dapo" and self.rl.value("token_level_loss") is False:
-            return
+            return None
         samples = self._samples_per_update()
         if samples is not None and isinstance(self.prompts, int):
             samples = min(samples, self.prompts * (self.rl.number("n_samples_per_prompt") or 1))
@@ -125,7 +125,9 @@ class Algorithm:
         reason = "algo.aggregate" if is_dynamic else "read with use_dynamic_bsz: true only"
         self.rl.record("update_dynamic_max_batch_size", status, reason)
         text = f"with micro-batches of {micro_batches.samples or 'several'} samples"
-        self.rl.record("token_level_loss", KeyStatus.APPLIED, f"algo.aggregate.mode: {text}")
+        if self.name != "dapo":
+            return self.rl.record("token_level_loss", KeyStatus.DEAD, "read by dapo only")
+        return self.rl.record("token_level_loss", KeyStatus.APPLIED, f"algo.aggregate.mode: {text}")
 
     def _micro_batches(self, samples: int | None) -> MicroBatches:
         """Return the micro-batches of an update, whose size dynamic batches limit by tokens.
