@@ -2,8 +2,8 @@
 
 Every YAML file and shell script below the folder is imported and validated as `msrl config import`
 does. A file counts as imported if the result is a valid configuration; paths that this machine
-lacks do not count. Nor does the language model that judges responses in ROLL's files, which msrl
-does not have yet: the last column counts the files that need it. The table has one row per kind of
+lacks do not count. Nor does the prompt of the language model that judges responses in ROLL's files:
+the last column counts the files that have one. The table has one row per kind of
 file; the list below it has one line per reason of a file that is refused, or imported with
 `--approximate` only.
 
@@ -33,7 +33,6 @@ IMPORTED, APPROXIMATED, REFUSED, OTHER = "imported", "approximated", "refused", 
 _JUDGE = "a language model as judge"
 _MODEL = re.compile(r"\bnot (?:supported|imported): the model |msrl does not support the model ")
 _NO_COMMAND = "nothing to import: no command"
-_NO_SOURCE = "reward.sources: is missing"  # if the judge scores all rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,13 +92,11 @@ def classify_file(file: Path) -> list[FileResult]:
 
 
 def _import(system: str, file: Path) -> tuple[str, tuple[str, ...]]:
-    """Import a file exactly, else with `--approximate`; a judge is no reason of a refusal."""
+    """Import a file exactly, else with `--approximate`; the prompt of a judge does not count."""
     state, reasons = _attempt(system, file, approximate=False)
     if state == IMPORTED:
         return state, reasons
-    has_judge = any(_JUDGE in reason for reason in reasons)
-    remaining = _attempt(system, file, approximate=True)[1]
-    if [reason for reason in remaining if not (has_judge and _NO_SOURCE in reason)]:
+    if _attempt(system, file, approximate=True)[0] == REFUSED:
         return REFUSED, reasons
     is_exact = all(_JUDGE in reason for reason in reasons)
     return (IMPORTED if is_exact else APPROXIMATED), reasons

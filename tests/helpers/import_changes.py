@@ -59,6 +59,7 @@ ROLL_KINDS: dict[str, Changes] = {  # files by the section of the keys that only
         "student": _WORKER, "teacher": {"device_mapping": "list(range(0,4))"},
     },
 }  # fmt: skip
+JUDGE: Changes = {"rewards.math.worker_cls": "roll.LLMJudgeRewardWorker"}
 AGENTIC: Changes = {
     "train_env_manager": {
         "num_env_groups": 8, "group_size": 8, "tags": ["Lake"], "num_groups_partition": [8],
@@ -152,6 +153,10 @@ ROLL_CASES: dict[str, Case] = {
     "worker.device_mapping": ({}, [0, 1, 2, 3]), "worker.num_gpus_per_worker": ({}, 4),
     "worker.model_update_frequency": ({}, 2),
     "worker.pg_variant": ({"actor_train.worker_cls": "x.ActorPGWorker"}, "topr"),
+    "reward.judge_model_type": (JUDGE, "inference"),
+    "reward.judge_model_name": (JUDGE, "other"),
+    "reward.judge_api_url": (JUDGE, "https://other.example/v1"),
+    "reward.judge_api_key": (JUDGE, "secret-of-the-judge"),
     "worker.system_envs": ({}, {"A": "b"}), "worker.router_replay": ({}, {"mode": "R2"}),
     "model_args.dtype": ({}, "fp32"),
     "model_args.ulysses_size": ({}, 2),

@@ -27,6 +27,8 @@ _REMEDIES = {
     "function": "Fix the function, or raise timeout_s of this source",
     "url": "Check that the server responds, or raise timeout_s of this source",
     "model": "Check the reward model and its options",
+    "judge": "Check that the judge responds and follows the criteria, or raise timeout_s of this "
+    "source",
 }
 
 

@@ -68,7 +68,7 @@ class Item:
         return replace(self, prompt=self.extra[column])
 
 
-def _resolve_headers(headers: Mapping[str, str] | None) -> dict[str, str]:
+def resolve_headers(headers: Mapping[str, str] | None) -> dict[str, str]:
     """Return the headers with environment variables resolved. Raises KeyError for an unset one."""
     return {name: with_environment(value) for name, value in (headers or {}).items()}
 
@@ -127,7 +127,7 @@ class Remote:
         headers: Mapping[str, str] | None = None,
         prompt_column: str = "",
     ) -> None:
-        self._server = Server(url, timeout_s, retries, backoff_s, _resolve_headers(headers))
+        self._server = Server(url, timeout_s, retries, backoff_s, resolve_headers(headers))
         self._batch, self._concurrency, self._prompt_column = batch, concurrency, prompt_column
         self._num_retried = 0
         self._num_failed, self._has_answered = 0, False  # requests of the current `score`
@@ -148,7 +148,7 @@ class Remote:
         if reason is not None:
             return reason
         try:
-            resolved = _resolve_headers(headers)
+            resolved = resolve_headers(headers)
         except KeyError as error:
             return f"options.headers: environment variable {error.args[0]} is not set"
         invalid = [name for name in resolved if not HEADER_TEXT.fullmatch(name + resolved[name])]
@@ -171,10 +171,10 @@ class Remote:
         self._num_retried += sum(num_retried for _, num_retried in answers)
         return [result for results, _ in answers for result in results]
 
-    def take_retried(self) -> int:
+    def take_counts(self) -> dict[str, float]:
         """Return the number of attempts that were retried since the previous call."""
         num_retried, self._num_retried = self._num_retried, 0
-        return num_retried
+        return {"retried": num_retried} if num_retried else {}
 
     def close(self) -> None:
         """Do nothing: no connection stays open between requests."""

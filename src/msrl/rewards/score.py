@@ -43,6 +43,7 @@ from msrl.types import Completion, Ints, Prompt, Reward, RolloutGroup, ScoredGro
 __all__ = ["Scorer", "Scores", "Source", "check_functions"]
 _CallKey = tuple[int, int, int]  # group, completion, source
 _CallResults = Mapping[_CallKey, CallResult]
+_RETRIED = "/retried"
 _POLICY_TEXTS = {"wrong": "scored as wrong", "undecided": "left undecided"}
 
 
@@ -56,12 +57,14 @@ class Scores:
             (calls not made because earlier calls failed) and `SOURCE/retried` (repeated requests).
         notes: One message per kind of failure, with the row and reason of the first one.
         calls: Counts of calls by the label of the source.
+        usage: What the requests to judges took, as `SOURCE/requests`, `SOURCE/prompt_tokens` etc.
     """
 
     groups: tuple[ScoredGroup, ...]
     failures: Mapping[str, int]
     notes: tuple[str, ...]
     calls: Mapping[str, SourceCalls] = field(default_factory=dict[str, SourceCalls])
+    usage: Mapping[str, float] = field(default_factory=dict[str, float])
 
     def plus(self, other: Scores) -> Scores:
         """Return the concatenated groups and notes and the summed counts of two scorings."""
@@ -71,6 +74,7 @@ class Scores:
             dict(failures),
             self.notes + other.notes,
             join_calls(self.calls, other.calls),
+            dict(Counter[str](self.usage) + Counter[str](other.usage)),
         )
 
     def require_scores(self, where: str, *, only_stopped: bool = False) -> None:
@@ -192,7 +196,10 @@ class Scorer:
         results = self._call_sources(groups, keys)
         failures, notes = self._failures(results, groups)
         scored = [self._score_group(g, groups[g], sources[g], results) for g in range(len(groups))]
-        scores = Scores(tuple(scored), failures, notes, self._count_calls(results))
+        counts = self._take_counts()
+        failures |= {name: int(n) for name, n in counts.items() if name.endswith(_RETRIED)}
+        usage = {name: n for name, n in counts.items() if not name.endswith(_RETRIED)}
+        scores = Scores(tuple(scored), failures, notes, self._count_calls(results), usage)
         weight = self._environment_weight
         if weight is not None:
             scores = _with_environment(scores, weight)
@@ -323,14 +330,15 @@ class Scorer:
             failures[name] = count
             effect = _POLICY_TEXTS[self._sources[s].policy]
             notes.append(f"{name}: {count} {effect}; first at {first[s, kind]}")
-        return {**failures, **self._take_retried()}, tuple(notes)
+        return failures, tuple(notes)
 
-    def _take_retried(self) -> dict[str, int]:
-        counts: dict[str, int] = {}
-        for s, client in self._clients.items():
-            if num_retried := client.take_retried():
-                counts[f"{self._sources[s].label}/retried"] = num_retried
-        return counts
+    def _take_counts(self) -> dict[str, float]:
+        """Return the counts of the clients since the previous call."""
+        return {
+            f"{self._sources[s].label}/{name}": number
+            for s, client in self._clients.items()
+            for name, number in client.take_counts().items()
+        }
 
 
 def _with_environment(scores: Scores, weight: float) -> Scores:
@@ -343,4 +351,5 @@ def _with_environment(scores: Scores, weight: float) -> Scores:
         {**scores.failures, **failures},
         scores.notes + fault_notes(groups),
         {**scores.calls, ENVIRONMENT: calls},
+        scores.usage,
     )

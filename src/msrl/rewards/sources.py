@@ -16,14 +16,15 @@ from msrl.models.paths import config_dir, runs_on_ranks
 from msrl.registry import own
 from msrl.registry.declarations import declaration
 from msrl.rewards import functions
+from msrl.rewards.judge import Judge
 from msrl.rewards.models.on_ranks import RankModel
 from msrl.rewards.models.server import RewardModel
 from msrl.rewards.remote import Remote
 from msrl.rewards.worker import Function
 
-KINDS = ("verifier", "function", "url", "model")
+KINDS = ("verifier", "function", "url", "model", "judge")
 TAG = "tag"
-Client = Remote | RewardModel | RankModel
+Client = Remote | Judge | RewardModel | RankModel
 Mistake = tuple[int | None, str, str]  # entry (None: all entries), field, message
 
 
@@ -52,17 +53,20 @@ class Source(RewardSource):
             return self.name
         if self.own_function is not None:
             return own.split(self.own_function)[1]
-        return {"url": "remote", "model": "reward_model"}.get(self.kind) or str(self.verifier)
+        labels = {"url": "remote", "model": "reward_model", "judge": "judge"}
+        return labels.get(self.kind) or str(self.verifier)
 
     @property
     def policy(self) -> OnFailure:
         """Effect of a failed call.
 
         By default, failures of a server or model end the run: they are not the policy's fault, and
-        a missing score carries no training signal.
+        a missing score carries no training signal. A judge may fail at a single response.
         """
         if self.on_failure is not None:
             return self.on_failure
+        if self.kind == "judge":
+            return "undecided"
         return "wrong" if self.in_pool else "fail"
 
     @property
@@ -111,7 +115,7 @@ class Source(RewardSource):
     @property
     def in_pool(self) -> bool:
         """True if the workers of the pool run the source, False if it has a client."""
-        return self.kind not in ("url", "model")
+        return self.kind not in ("url", "model", "judge")
 
     @property
     def on_ranks(self) -> bool:
@@ -120,14 +124,16 @@ class Source(RewardSource):
 
     @property
     def client_class(self) -> type[Client]:
-        if self.kind == "url":
-            return Remote
+        if self.kind in ("url", "judge"):
+            return Remote if self.kind == "url" else Judge
         return RankModel if self.on_ranks else RewardModel
 
     def client(self, read_config: ReadConfig = read_hf_config) -> Client:
         """Return the client of a server or a model, without starting it."""
         if self.url is not None:
             return Remote(self.url, self.limit_s, **self.options)
+        if self.judge is not None:
+            return Judge(self.judge, self.limit_s, **self.options)
         assert self.model is not None
         if self.on_ranks:
             config = read_config(config_dir(self.model))
@@ -215,8 +221,8 @@ def _client_mistakes(source: Source, read_config: ReadConfig) -> Iterator[tuple[
         yield "timeout_s", message
 
     def refusal(**options: Any) -> str | None:
-        if client is Remote:
-            return Remote.refusal(address, **options)
+        if client is Remote or client is Judge:
+            return client.refusal(address, **options)
         return client.refusal(address, read_config=read_config, **options)
 
     yield from _plugin_mistakes(source, client.__init__, refusal)

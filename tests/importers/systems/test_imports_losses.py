@@ -390,10 +390,39 @@ def test_rule_domains_of_roll_score_with_their_verifier_and_the_penalty_for_repe
         convert("roll", RLVR + DOMAINS % "0.1", tmp_path)
 
 
-def test_a_judge_of_roll_is_refused_with_the_reason(tmp_path: Path) -> None:
-    judge = "  judge: {worker_cls: roll.rewards.LLMJudgeRewardWorker, tag_included: [open]}\n"
-    with pytest.raises(MsrlError, match=mentions("rewards.judge", "language model", "url")):
-        convert("roll", RLVR + judge, tmp_path)
+JUDGE = """  judge:
+    worker_cls: roll.rewards.LLMJudgeRewardWorker
+    tag_included: [open]
+"""
+SERVED = """    judge_model_type: inference
+    model_args: {model_name_or_path: org/Judge-7B}
+    generating_args: {temperature: 0.8, max_new_tokens: 100}
+"""
+API = """    judge_model_name: gpt
+    judge_api_url: https://judge.example/v1
+    judge_api_key: sk-verysecretkey
+"""
+
+
+def test_a_judge_of_roll_is_a_source_with_a_prompt_of_its_own(tmp_path: Path) -> None:
+    with pytest.raises(MsrlError, match=mentions("rewards.judge", "language model", "prompt")):
+        convert("roll", RLVR + JUDGE + SERVED, tmp_path)
+    translation = convert("roll", RLVR + JUDGE + SERVED, tmp_path, approximate=True)
+    assert native(translation)["reward"]["sources"][-1] == {
+        "judge": "http://127.0.0.1:8000/v1",
+        "options": {"model": "Judge-7B", "temperature": 0.8, "max_tokens": 100},
+        "tags": ["open"],
+    }
+    assert_mentions("\n".join(translation.differences), "msrl serve org/Judge-7B")
+
+
+def test_the_key_of_a_judge_of_roll_is_a_variable(tmp_path: Path) -> None:
+    translation = convert("roll", RLVR + JUDGE + API, tmp_path, approximate=True)
+    source = native(translation)["reward"]["sources"][-1]
+    assert source["judge"] == "https://judge.example/v1"
+    assert source["options"]["model"] == "gpt"
+    assert source["options"]["headers"] == {"Authorization": "Bearer ${env:JUDGE_API_KEY}"}
+    assert "verysecret" not in report(translation) + native_yaml(translation)
 
 
 def roll_changed(*pairs: tuple[str, str], folder: Path) -> Translation:
@@ -420,8 +449,8 @@ def test_options_of_the_engine_and_of_megatron_are_honored_or_refused(
 
 def test_keys_of_a_domain_without_a_reward_source_are_dropped(tmp_path: Path) -> None:
     worker = "roll.rewards.MathRuleRewardWorker, tag_included: [math]"
-    judge = "x.LLMJudgeRewardWorker, tag_included: [math], infer_batch_size: 4"
-    keys = statuses(roll_changed((worker, judge), folder=tmp_path))
+    other = "x.OwnRewardWorker, tag_included: [math], infer_batch_size: 4"
+    keys = statuses(roll_changed((worker, other), folder=tmp_path))
     assert keys["rewards.math_rule.tag_included"] is KeyStatus.DROPPED
     assert keys["rewards.math_rule.infer_batch_size"] is KeyStatus.PLACEMENT
 

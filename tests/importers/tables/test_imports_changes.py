@@ -93,6 +93,12 @@ def natives(translated: Translation, row: Row) -> list[object]:
     return [value_at(tree, key) for key in (*row.to, "checkpoint.load")]
 
 
+@pytest.fixture(autouse=True)
+def exported_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Set the variables to which imports refer in place of secrets."""
+    monkeypatch.setenv("JUDGE_API_KEY", "key-of-a-judge")
+
+
 @pytest.mark.parametrize(("system", "row"), rows())
 def test_another_value_of_a_key_changes_its_translation(system: str, row: Row, tmp_path: Path):
     name = f"{row.section}.{row.key}"

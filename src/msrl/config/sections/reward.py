@@ -15,7 +15,7 @@ OnFailure = Literal["wrong", "undecided", "fail"]
 class RewardSource(Section):
     """Source of scores and its weight in the reward.
 
-    Exactly one of verifier, function, url and model is set.
+    Exactly one of verifier, function, url, model and judge is set.
     """
 
     verifier: Text | None = Field(
@@ -36,6 +36,10 @@ class RewardSource(Section):
         description="Reward model with a scalar head: a Hugging Face folder, or an mcore "
         "checkpoint with rm_head.",
     )
+    judge: Text | None = Field(
+        default=None,
+        description="URL of an OpenAI API up to /v1, whose model scores responses by criteria.",
+    )
     engine: Literal["hf", "megatron"] | None = Field(
         default=None,
         description="Engine of the reward model: transformers in a separate process (hf), or the "
@@ -44,7 +48,7 @@ class RewardSource(Section):
     name: Text | None = Field(
         default=None,
         description="Name of the source in metrics and rollouts. Default: the name of the "
-        "verifier or function, remote for a server, reward_model for a model.",
+        "verifier or function, remote for a server, reward_model for a model, judge for a judge.",
     )
     weight: Float = Field(default=1.0, description="Weight of the score in the reward.")
     tags: tuple[Text, ...] = Field(
@@ -55,7 +59,7 @@ class RewardSource(Section):
     timeout_s: Seconds | None = Field(
         default=None,
         description="Maximum time of one call in seconds. Default: 10 for a verifier or function, "
-        "120 for a request to a server or a batch of a model.",
+        "120 for a request to a server or judge, or a batch of a model.",
     )
     wrong: Float | None = Field(
         default=None,
@@ -66,7 +70,8 @@ class RewardSource(Section):
         default=None,
         description="Effect of a failed call: score as wrong (wrong), give the response no "
         "advantage (undecided), or end the run (fail). "
-        "Default: wrong for verifiers and functions, fail for servers and models.",
+        "Default: wrong for verifiers and functions, fail for servers and models, undecided for a "
+        "judge.",
     )
     options: dict[str, Any] = Field(
         default_factory=dict[str, Any],

@@ -25,10 +25,9 @@ _REPETITION = {
     "verifier": "repetition",
     "options": {"ngram": 3, "max_penalty": 0.5, "words": "spaces"},
 }
-_REASONS = {
-    "LLMJudgeRewardWorker": "a language model as judge; msrl scores with rules, reward servers "
-    "(reward.sources.url) and reward models with a scalar head",
-}
+_JUDGE = "LLMJudgeRewardWorker"
+_SERVED = "http://127.0.0.1:8000/v1"  # where `msrl serve` serves the model of a judge
+_JUDGE_KEY = "JUDGE_API_KEY"
 
 
 def put_rewards(translation: Translation, top: Keys) -> None:
@@ -43,7 +42,7 @@ def put_rewards(translation: Translation, top: Keys) -> None:
     for name, node in domains.items():
         keys = Keys(translation, "reward", translation.entries(node, "reward", f"rewards.{name}"))
         for source in _sources(translation, keys):
-            label = source["verifier"]
+            label = source.get("verifier", "judge")
             if label in labels:
                 source["name"] = f"{name}_{label}" if label == "repetition" else name
             labels.append(label)
@@ -67,7 +66,7 @@ def _record_remaining(translation: Translation, keys: Keys) -> None:
             continue
         if reason:
             translation.record(entry, status, reason)
-        elif name not in _VERIFIERS:
+        elif name not in (*_VERIFIERS, _JUDGE):
             text = "the domain has no reward source"
             translation.record(entry, KeyStatus.DROPPED, text)
         else:
@@ -82,18 +81,54 @@ def _sources(translation: Translation, keys: Keys) -> list[dict[str, Any]]:
         return []
     name = str(worker.value).rpartition(".")[2]
     verifier = _VERIFIERS.get(name)
-    if verifier is None or refusal("reward.sources.verifier", verifier):
-        reason = _REASONS.get(name, f"msrl has no verifier like {name}")
-        translation.difference(worker, f"{reason}; rows of this domain need a reward source")
+    if name != _JUDGE and (verifier is None or refusal("reward.sources.verifier", verifier)):
+        text = f"msrl has no verifier like {name}; rows of this domain need a reward source"
+        translation.difference(worker, text)
         return []
-    translation.record(worker, KeyStatus.APPLIED, f"reward.sources: {verifier}")
     tags = keys.get("tag_included")
     rows: dict[str, Any] = {}
     if tags is not None:
         translation.record(tags, KeyStatus.APPLIED, "reward.sources: tags")
         rows = {"tags": [str(tag) for tag in as_list(tags.value)]}
+    if name == _JUDGE:
+        return [{**_judge(translation, keys, worker), **rows}]
+    translation.record(worker, KeyStatus.APPLIED, f"reward.sources: {verifier}")
     source: dict[str, Any] = {"verifier": verifier, **rows, **_options(translation, keys, name)}
     return [source, {**_REPETITION, **rows}] if name in _PENALIZED else [source]
+
+
+def _judge(translation: Translation, keys: Keys, worker: SourceKey) -> dict[str, Any]:
+    """Return the source of a domain that a language model judges: by an API, or one to serve."""
+    is_api = keys.value("judge_model_type") in (None, "api")
+    sections = {name: _plain_section(keys, name) for name in ("model_args", "generating_args")}
+    path = str(sections["model_args"].get("model_name_or_path") or "<model of the judge>").rstrip("/")
+    model = str(keys.value("judge_model_name") or "<model>") if is_api else path.rpartition("/")[2]
+    options: dict[str, Any] = {"model": model}
+    for key, native in (("temperature", "temperature"), ("max_new_tokens", "max_tokens")):
+        if is_number(value := sections["generating_args"].get(key)):
+            options[native] = float(value) if native == "temperature" else value
+    if keys.get("judge_api_key") is not None:
+        options["headers"] = {"Authorization": f"Bearer ${{env:{_JUDGE_KEY}}}"}
+        text = f"export {_JUDGE_KEY}, which reward.sources: options.headers names"
+        keys.record("judge_api_key", KeyStatus.APPLIED, text)
+    text = "a language model as judge, which msrl asks with a prompt of its own; a verdict that "
+    text += "cannot be read is undecided, not 0"
+    if not is_api:
+        text += f". Start it with `msrl serve {path}`"
+    translation.report_difference(worker, text)
+    for key in ("worker_cls", "judge_model_type", "judge_model_name", "judge_api_url"):
+        keys.record(key, KeyStatus.APPLIED, "reward.sources: judge")
+    for key in ("model_args", "generating_args"):
+        keys.record(key, KeyStatus.APPLIED, "reward.sources: options of the judge")
+    url = str(keys.value("judge_api_url") or "<address of the judge>") if is_api else _SERVED
+    return {"judge": url, "options": options}
+
+
+def _plain_section(keys: Keys, name: str) -> dict[str, Any]:
+    """Return a section of a domain; an empty one if it is missing or of another form."""
+    entry = keys.get(name)
+    value = None if entry is None else plain(entry.node)
+    return cast("dict[str, Any]", value) if isinstance(value, dict) else {}
 
 
 def _options(translation: Translation, keys: Keys, worker: str) -> dict[str, Any]:

@@ -112,9 +112,9 @@ class RankModel:
         )
         return np.asarray(ids, np.int64)
 
-    def take_retried(self) -> int:
-        """Return 0 because nothing is retried."""
-        return 0
+    def take_counts(self) -> dict[str, float]:
+        """Return no counts because nothing is retried."""
+        return {}
 
     def close(self) -> None:
         """Do nothing: the training stops the ranks."""

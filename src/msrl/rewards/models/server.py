@@ -109,9 +109,9 @@ class RewardModel:
             results.update(zip(numbers, batch, strict=True))
         return [results[n] for n in range(len(items))]
 
-    def take_retried(self) -> int:
-        """Return 0: only batches of a process that was killed are repeated."""
-        return 0
+    def take_counts(self) -> dict[str, float]:
+        """Return no counts: only batches of a process that was killed are repeated."""
+        return {}
 
     def close(self) -> None:
         """Kill the process."""

@@ -156,6 +156,7 @@ def evaluation_metrics(
         "reward": arrays.mean_reward,
         **{f"score/{name}": value for name, value in scores.means().items()},
         **{f"failed/{name}": float(count) for name, count in scores.failures.items()},
+        **{f"score/{name}": float(number) for name, number in scores.usage.items()},
         **episode_metrics(rollouts),
         "response_length": float(arrays.lengths.mean()),
         "truncated": float(arrays.truncated.mean()),

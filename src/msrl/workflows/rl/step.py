@@ -49,6 +49,7 @@ def step_metrics(
         **({} if decided.all() else {"reward/undecided": 1.0 - float(decided.mean())}),
         **{f"reward/{name}": mean for name, mean in scores.means().items()},
         **{f"reward/failed/{name}": float(count) for name, count in failures},
+        **{f"reward/{name}": float(number) for name, number in scores.usage.items()},
         "rollout/response_length": float(lengths.mean()),
         "rollout/response_length_max": float(lengths.max()),
         "rollout/truncated": float(arrays.truncated.mean()),
