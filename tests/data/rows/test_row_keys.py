@@ -551,7 +551,7 @@ def test_a_name_with_better_is_refused_in_pairs_whatever_its_value(value: Any):
     [
         ("functions", [{"name": "f"}], "column tools"),
         ("system_prompt", "s", "role system"),
-        ("context", "c", "content of the turn"),
+        ("context", "c", "into the content"),
         ("rationale", "t", "reasoning_content"),
     ],
 )
