@@ -203,8 +203,12 @@ def test_the_mean_of_the_update_is_the_gap_where_no_forward_pass_precedes_it() -
     fields = {n: v for n, v in prepared.sequences.fields.items() if n != "old_logprobs"}
     plain = replace(prepared, sequences=prepared.sequences._replace(fields=fields))
     trained = {"sampler_logprob_difference": 0.002}
-    monitor = GapMonitor("bfloat16", Path("runs/grpo"), print, is_async=False, has_one_update=True)
+    notes: list[str] = []
+    folder = Path("runs/grpo")
+    monitor = GapMonitor("bfloat16", folder, notes.append, is_async=False, has_one_update=True)
     assert monitor.metrics(3, plain, {}, trained) == {"rollout/logprob_gap": 0.002}
+    monitor.metrics(4, plain, {}, {"sampler_logprob_difference": 0.2})
+    assert "p99" not in notes[0]  # which was not measured
     later = GapMonitor("bfloat16", Path("runs/grpo"), print, is_async=False, has_one_update=False)
     assert later.metrics(3, plain, {}, trained) == {}
     logged = {"trainer_logprobs": prepared.sequences.fields["old_logprobs"]}

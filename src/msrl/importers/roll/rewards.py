@@ -101,7 +101,7 @@ def _judge(translation: Translation, keys: Keys, worker: SourceKey) -> dict[str,
     """Return the source of a domain that a language model judges: by an API, or one to serve."""
     is_api = keys.value("judge_model_type") in (None, "api")
     sections = {name: _plain_section(keys, name) for name in ("model_args", "generating_args")}
-    path = str(sections["model_args"].get("model_name_or_path") or "<model of the judge>").rstrip("/")
+    path = str(sections["model_args"].get("model_name_or_path") or "<model>").rstrip("/")
     model = str(keys.value("judge_model_name") or "<model>") if is_api else path.rpartition("/")[2]
     options: dict[str, Any] = {"model": model}
     for key, native in (("temperature", "temperature"), ("max_new_tokens", "max_tokens")):

@@ -92,12 +92,15 @@ class GapMonitor:
     def _check(self, step: int, metrics: Mapping[str, float]) -> None:
         if not metrics:
             return
-        limits, mean, p99 = healthy_range(self.dtype), metrics[METRIC], metrics.get(_P99, 0.0)
-        is_raised = not (mean <= limits.mean and p99 <= limits.p99)
+        limits, mean, p99 = healthy_range(self.dtype), metrics[METRIC], metrics.get(_P99)
+        is_raised = not (mean <= limits.mean and (p99 is None or p99 <= limits.p99))
         if is_raised and not self._is_raised:
+            measured, healthy = f"{mean:.2g}", f"mean {limits.mean:g}"
+            if p99 is not None:
+                measured, healthy = f"{measured} (p99 {p99:.2g})", f"{healthy}, p99 {limits.p99:g}"
             self.note(
-                f"warning: step {step}: {METRIC}={mean:.2g} (p99 {p99:.2g}) nats: engine and "
-                f"trainer differ more than {self.dtype} explains (mean {limits.mean:g}, p99 "
-                f"{limits.p99:g}). Find the cause: msrl diagnose mismatch {self.run_dir}"
+                f"warning: step {step}: {METRIC}={measured} nats: engine and trainer differ more "
+                f"than {self.dtype} explains ({healthy}). Find the cause: msrl diagnose mismatch "
+                f"{self.run_dir}"
             )
         self._is_raised = is_raised
