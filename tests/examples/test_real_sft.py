@@ -73,7 +73,7 @@ def test_real_packed_rows_train_at_tp2(
         str(tmp_path / "data"),
     ]
     app.app(arguments, standalone_mode=False)
-    numbers = re.findall(r"([\d,]+) (?:examples|documents|too long)", capsys.readouterr().out)
+    numbers = re.findall(r"([\d,]+) (?:examples|documents|\(too long\))", capsys.readouterr().out)
     assert sum(int(number.replace(",", "")) for number in numbers) == num_rows
     data: dict[str, Any] = {"train": str(tmp_path / "data")}
     settings = {
