@@ -92,6 +92,7 @@ def test_a_plan_shows_of_the_items_of_a_list_what_is_set():
     assert flow((RewardSource(verifier="acc", weight=0.5),)) == "[{verifier: acc, weight: 0.5}]"
 
 
+@pytest.mark.slow
 def test_help_in_a_fresh_process_is_quick_and_imports_nothing_heavy():
     program = (
         "import sys\n"

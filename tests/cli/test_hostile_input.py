@@ -248,6 +248,7 @@ TEN_MILLION = "('a\n' * 5000000)"
          "{% endfor %}", "memory"),
     ],
 )  # fmt: skip
+@pytest.mark.slow
 def test_a_hostile_chat_template_is_one_message(
     template: str, keyword: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):

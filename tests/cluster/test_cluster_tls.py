@@ -38,6 +38,7 @@ def mistakes(**tls: str) -> list[str]:
     return list(caught.value.messages)
 
 
+@pytest.mark.slow
 def test_certificates_are_checked_before_ray_starts(
     files: TlsFiles, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):

@@ -31,6 +31,7 @@ print(*{each.laddr.ip for each in sockets if each.status == "LISTEN"})
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.0.0.2"])
+@pytest.mark.slow
 def test_a_store_listens_on_the_address_of_the_rendezvous_only(host: str):
     with reserve_port(host) as held:
         address = f"tcp://{host}:{held.getsockname()[1]}"

@@ -89,6 +89,7 @@ print(info().n[3] - before)
 """
 
 
+@pytest.mark.slow
 def test_processes_that_compute_on_cpu_keep_the_memory_of_large_tensors():
     assert _python(_MAPPED, GLIBC_TUNABLES="").strip() == "1", "glibc maps 64 MiB by default"
     assert _python(_MAPPED, **get("cpu").worker_environment(1)).strip() == "0"

@@ -97,6 +97,7 @@ def test_figures_have_three_digits(value: float, text: str) -> None:
     assert figure(value) == text
 
 
+@pytest.mark.slow
 def test_peak_memory_counts_what_a_child_allocates_and_not_what_it_maps(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

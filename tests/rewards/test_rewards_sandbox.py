@@ -596,6 +596,7 @@ CHEATS = {
 
 @needs_namespaces
 @pytest.mark.parametrize("name", CHEATS)
+@pytest.mark.slow
 def test_a_program_that_cheats_on_asserts_passes_none(name):
     turned = json.dumps(["assert 3 == add(1, 2)", "assert [3, 4] == add([3], [4])"])
     assert [
@@ -661,6 +662,7 @@ APPROXIMATE = [
         (NEAR_AT_SECOND_SIGHT, APPROXIMATE[:5]),
     ],
 )
+@pytest.mark.slow
 def test_no_object_is_close_to_every_expected_value(program, tests):
     answer = json.dumps(tests)
     assert code.score(fence(program), answer, partial=True, case_s=30.0, total_s=300.0) == 0.0

@@ -72,6 +72,7 @@ def test_a_tensor_that_overflows_float16_is_named_without_verification_too(
     (float("nan"), ("NaN",)), (1e6, ("overflows", "float16")),
 ])  # fmt: skip
 @pytest.mark.parametrize("expert", [0, 2])
+@pytest.mark.slow
 def test_every_expert_of_a_fused_tensor_is_checked(
     tmp_path: Path, expert: int, value: float, words: tuple[str, ...]
 ) -> None:

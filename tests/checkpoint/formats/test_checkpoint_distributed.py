@@ -54,6 +54,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @pytest.mark.parametrize("name", SOME)
 @pytest.mark.parametrize("te", [False, True])
+@pytest.mark.slow
 def test_a_distributed_checkpoint_comes_back_bit_for_bit(
     folders: dict[str, Path], name: str, te: bool, tmp_path: Path
 ) -> None:

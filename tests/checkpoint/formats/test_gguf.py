@@ -33,6 +33,7 @@ def convert(file: Path, save: Path, *options: str) -> int:
 
 
 @pytest.mark.parametrize("name", MODELS)
+@pytest.mark.slow
 def test_a_float32_file_gives_the_weights_and_logits_of_its_model(name, tmp_path, capsys):
     model = make_model(name)
     file = write_gguf(tmp_path / "model.gguf", name, model)
@@ -52,6 +53,7 @@ OTHER_TYPES = [pytest.param(t, marks=pytest.mark.full) for t in ("BF16", "Q4_0",
 
 
 @pytest.mark.parametrize("quantization", ["F16", "Q8_0", "Q4_1", *OTHER_TYPES])
+@pytest.mark.slow
 def test_a_quantized_file_gives_the_values_of_its_blocks(quantization, tmp_path, capsys):
     model, kind = make_model("llama"), Quantization[quantization]
     file = write_gguf(tmp_path / "model.gguf", "llama", model, kind)

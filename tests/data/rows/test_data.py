@@ -428,6 +428,7 @@ MATH = {
 
 
 @pytest.mark.parametrize("name", MATH)
+@pytest.mark.slow
 def test_public_math_datasets_are_read_with_map_keys(name):
     handler_name, keys, count, first = MATH[name]
     handler = make_handler(handler_name, kind="prompts", map_keys=keys, options={})
@@ -653,6 +654,7 @@ def test_reading_data_imports_neither_torch_nor_transformers_nor_megatron():
 # --- tokenizers ---
 
 
+@pytest.mark.slow
 def test_a_tokenizer_opened_without_transformers_is_equal(tmp_path):
     hf = load_tokenizer(shared_data("tokenizers", "gpt2"))
     from transformers import PreTrainedTokenizerFast
@@ -679,6 +681,7 @@ def test_a_tokenizer_opened_without_transformers_is_equal(tmp_path):
 @pytest.mark.parametrize(
     "name", ["qwen2.5-0.5b-instruct", "qwen3-4b", "gpt2", "granite-3.1-1b-a400m"]
 )
+@pytest.mark.slow
 def test_published_tokenizers_are_equal_to_those_of_transformers(name):
     folder = shared_data("tokenizers", name)
     opened, loaded = open_tokenizer(folder), load_tokenizer(folder)
@@ -701,6 +704,7 @@ TOKENIZER_MODELS = {
     ("name", "model_type"),
     [(name, model_type) for name, types in TOKENIZER_MODELS.items() for model_type in types],
 )
+@pytest.mark.slow
 def test_the_tokenizer_is_that_of_auto_tokenizer(tmp_path, name, model_type):
     from transformers import AutoTokenizer
 
@@ -715,6 +719,7 @@ def test_the_tokenizer_is_that_of_auto_tokenizer(tmp_path, name, model_type):
 
 
 @pytest.mark.parametrize("name", ["TokenizersBackend", "PreTrainedTokenizerFast"])
+@pytest.mark.slow
 def test_a_plain_class_of_a_qwen2_model_is_opened_without_transformers(tmp_path, name):
     from transformers import AutoTokenizer
 
@@ -730,6 +735,7 @@ def test_a_plain_class_of_a_qwen2_model_is_opened_without_transformers(tmp_path,
     assert open_tokenizer(folder).backend.encode(text).ids == expected(text)["input_ids"]
 
 
+@pytest.mark.slow
 def test_the_hash_distinguishes_tokenizers():
     hashes = {
         tokenizer_hash(open_tokenizer(shared_data("tokenizers", n)))

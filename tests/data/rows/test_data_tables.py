@@ -206,6 +206,7 @@ def test_parts_of_a_split_in_folders_are_one_subset(tmp_path: Path):
 
 
 @pytest.mark.parametrize("encoding", ["RLE_DICTIONARY", "DELTA_BYTE_ARRAY"])
+@pytest.mark.slow
 def test_rows_that_repeat_a_large_text_are_decoded_a_few_at_a_time(tmp_path: Path, encoding: str):
     has_dictionary = encoding == "RLE_DICTIONARY"
     path = tmp_path / "rows.parquet"
@@ -240,6 +241,7 @@ def test_a_folder_with_missing_or_repeated_parts_of_a_dataset_is_refused(
         find_files([str(tmp_path)])
 
 
+@pytest.mark.slow
 def test_an_arrow_table_that_repeats_a_large_text_is_read_a_few_rows_at_a_time(tmp_path: Path):
     numbers = pa.array([0] * 600, pa.int32())
     table = pa.table({"text": pa.DictionaryArray.from_arrays(numbers, ["x" * (8 << 20)])})

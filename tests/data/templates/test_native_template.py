@@ -277,6 +277,7 @@ def save_named(folder: Path, **templates: str) -> TextTokenizer:
     return text_tokenizer(load_tokenizer(folder))
 
 
+@pytest.mark.slow
 def test_a_named_template_is_chosen_as_by_transformers(tmp_path: Path):
     source = hf_tokenizer("qwen2.5-0.5b-instruct").chat_template
     marked = {"default": "D" + source, "tool_use": "T" + source, "other": "{{ messages }}"}
@@ -299,6 +300,7 @@ def test_named_templates_without_a_default_are_refused_by_their_names(tmp_path: 
         renderer.examples([converse(ROWS["one turn"])])
 
 
+@pytest.mark.slow
 def test_episodes_refuse_two_templates_and_name_them(tmp_path: Path):
     tokenizer = save_named(tmp_path, default="a", tool_use="b")
     with pytest.raises(MsrlError, match=mentions("tool_use", "packaged")):

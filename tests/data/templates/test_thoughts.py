@@ -116,6 +116,7 @@ def test_a_template_that_begins_the_thought_does_not_repeat_its_tag():
         renderer.examples([talk("b")])
 
 
+@pytest.mark.slow
 def test_a_native_template_that_begins_the_thought_trains_it(tmp_path: Path):
     hf = load_tokenizer(shared_data("tokenizers", "qwen3-4b"))
     source = hf.chat_template

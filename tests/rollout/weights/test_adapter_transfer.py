@@ -122,6 +122,7 @@ LAYOUTS = {
 
 
 @pytest.mark.parametrize(("config", "layout"), LAYOUTS.values(), ids=LAYOUTS)
+@pytest.mark.slow
 def test_adapters_alone_give_the_bits_of_the_sums_of_the_ranks(
     tmp_path: Path, config: dict[str, Any], layout: ParallelLayout
 ) -> None:

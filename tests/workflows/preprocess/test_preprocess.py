@@ -72,6 +72,7 @@ def same(a, b) -> bool:
     return np.array_equal(a.token_ids, b.token_ids) and np.array_equal(a.loss_mask, b.loss_mask)
 
 
+@pytest.mark.slow
 def test_gsm8k_is_converted_to_examples_in_file_order(tmp_path):
     rows = gsm8k()
     manifest = preprocess(
@@ -101,6 +102,7 @@ def test_gsm8k_is_converted_to_examples_in_file_order(tmp_path):
     )
 
 
+@pytest.mark.slow
 def test_gsm8k_is_converted_to_prompts_that_mindspeed_can_read(tmp_path):
     rows = gsm8k()
     inputs = jsonl(tmp_path / "g.jsonl", rows)
@@ -153,6 +155,7 @@ def test_the_complete_gsm8k_is_preprocessed_with_two_workers(tmp_path):
     assert packed.num_tokens / (packed.num_rows * 512) > 0.96
 
 
+@pytest.mark.slow
 def test_packed_rows_contain_every_example_once_with_its_boundaries(tmp_path):
     rows = gsm8k()
     inputs = jsonl(tmp_path / "g.jsonl", rows)
@@ -263,6 +266,7 @@ def test_dropped_rows_are_counted_by_reason(tmp_path):
     assert json.loads(manifest_path(str(tmp_path / "x")).read_text())["dropped"] == manifest.dropped
 
 
+@pytest.mark.slow
 def test_examples_longer_than_seq_length_are_dropped_or_truncated(tmp_path):
     row = {"instruction": "Hi", "output": "one two three four five"}
     inputs = jsonl(tmp_path / "x.jsonl", [row])
@@ -285,6 +289,7 @@ def test_alpaca_as_prompts_keeps_the_response_as_the_answer(tmp_path):
     assert PromptDataset(tmp_path / "x")[0].answer == '4\n"four" é'
 
 
+@pytest.mark.slow
 def test_existing_data_is_replaced_completely_and_only_with_overwrite(tmp_path):
     inputs = jsonl(tmp_path / "x.jsonl", gsm8k(3))
     preprocess(tmp_path / "x", input=inputs, handler="gsm8k")
@@ -294,6 +299,7 @@ def test_existing_data_is_replaced_completely_and_only_with_overwrite(tmp_path):
     assert not (tmp_path / "x_answers.jsonl").exists() and len(SftDataset(tmp_path / "x")) == 3
 
 
+@pytest.mark.slow
 def test_a_failure_keeps_the_old_data_and_leaves_no_temporary_files(tmp_path):
     preprocess(tmp_path / "x", input=jsonl(tmp_path / "x.jsonl", gsm8k(3)), handler="gsm8k")
     before = {p.name: p.read_bytes() for p in tmp_path.iterdir()}
@@ -393,6 +399,7 @@ def test_preference_data_is_refused_and_nothing_is_written(tmp_path):
         assert list((tmp_path / "out").iterdir()) == []
 
 
+@pytest.mark.slow
 def test_prompts_without_a_ground_truth_are_written_and_counted(tmp_path):
     rows = [{"instruction": "a"}, {"instruction": "b"}]
     manifest = preprocess(
@@ -584,6 +591,7 @@ def test_threads_write_the_rows_of_one_thread_with_control_tokens_as_text(tmp_pa
         assert np.array_equal(result.loss_mask, rows_of_one.loss_mask)
 
 
+@pytest.mark.slow
 def test_a_chat_template_that_writes_the_date_is_reported(tmp_path, capsys):
     folder = tmp_path / "tokenizer"
     shutil.copytree(shared_data("tokenizers", "qwen2.5-0.5b-instruct"), folder)

@@ -372,6 +372,7 @@ def test_a_chat_remembers_as_many_turns_as_configured(keeps_oldest, expected, re
     assert make_tokenizer().decode(prompts.token_ids(turns)) == expected
 
 
+@pytest.mark.slow
 def test_a_chat_without_a_template_sends_the_plain_text_of_all_turns(renderer):
     prompts = ChatPrompts(renderer, is_raw=True)
     assert prompts.recall(_dialogue(5)) == _dialogue(5)

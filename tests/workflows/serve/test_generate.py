@@ -149,6 +149,7 @@ def test_every_wrong_row_is_reported_with_its_line(tmp_path, renderer):
     )
 
 
+@pytest.mark.slow
 def test_tools_and_their_calls_are_rendered_by_the_models_template(tmp_path):
     folder = shared_data("tokenizers", "qwen2.5-0.5b-instruct")
     tools = [
@@ -272,6 +273,7 @@ def episodes(folder, path, **changes):
     return Config.model_validate({"generate": section, "environment": lake})
 
 
+@pytest.mark.slow
 def test_rows_of_an_environment_need_no_prompt_and_reach_it_as_text(folder, tmp_path):
     rows = [{"id": 1, "answer": 4}, {"prompt": "hi", "level": "hard"}]
     setup = generate.prepare(episodes(folder, rows_file(tmp_path, *rows)))

@@ -167,6 +167,7 @@ def test_a_busy_port_and_a_foreign_address_are_refused(folder: Path):
         free_port("192.0.2.1", 8)
 
 
+@pytest.mark.slow
 def test_the_template_selects_the_parser_of_tool_calls(folder: Path):
     renderers = {}
     for name in template_names():

@@ -41,6 +41,7 @@ def config(blend: dict[str, float]) -> Config:
     )
 
 
+@pytest.mark.slow
 def test_a_step_reads_each_sft_dataset_in_proportion_to_its_weight(tmp_path: Path):
     prefixes = [write(tmp_path, "a", 5), write(tmp_path, "b", 40)]
     settings = config({prefixes[0]: 3.0, prefixes[1]: 1.0})
@@ -58,6 +59,7 @@ def test_a_step_reads_each_sft_dataset_in_proportion_to_its_weight(tmp_path: Pat
             assert sequences.token_ids[0].tolist() == example.token_ids.tolist()
 
 
+@pytest.mark.slow
 def test_a_mixture_of_different_templates_is_refused(tmp_path: Path):
     prefixes = [write(tmp_path, "a", 2), write(tmp_path, "b", 2, template="qwen_math_r1")]
     with pytest.raises(MsrlError, match=mentions("data.blend", "qwen", "qwen_math_r1")):

@@ -251,6 +251,7 @@ def _is_writing(arguments: tuple[Any, ...]) -> bool:
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=pytest.mark.full if name in SLOW else ()) for name in WRITERS]
 )
+@pytest.mark.slow
 def test_a_killed_writer_leaves_a_complete_result_or_none(name: str, tmp_path: Path):
     if name in SLOW[:2]:
         save_model(tmp_path / "model", tied=True, positions=128)
