@@ -25,10 +25,19 @@ def peer_module(name: str) -> Any:
     if not PATHS:
         pytest.skip(f"{name} is not here (set MSRL_PEERS_PATH)")
     sys.path.extend(path for path in PATHS if path not in sys.path)
+    _provide_names_of_transformers_4()
     try:
         return importlib.import_module(name)
     except ImportError as error:
         pytest.skip(f"{name} cannot be imported from MSRL_PEERS_PATH: {error}")
+
+
+def _provide_names_of_transformers_4() -> None:
+    """Give transformers 5 a class under its name in version 4, which verl imports."""
+    import transformers
+
+    if not hasattr(transformers, "AutoModelForVision2Seq"):
+        transformers.AutoModelForVision2Seq = transformers.AutoModelForImageTextToText
 
 
 def roll_function(file: str, name: str, names: dict[str, Any]) -> Any:
