@@ -69,19 +69,24 @@ class _StandIn(types.ModuleType):
         return value
 
 
-@cache
 def checkout() -> Path:
-    """Return the checkout of verl, or skip the test."""
+    """Return the checkout of verl, or skip the test.
+
+    Stand-ins replace its packages, also those of an installed version that another oracle imports.
+    """
     default = ROOT.parent / "verl"
     root = Path(os.environ.get("MSRL_VERL", default))
     if not (root / _CORE).is_file():
         pytest.skip(f"no checkout of verl at {root} (set MSRL_VERL)")
+    if getattr(sys.modules.get("verl"), "has_stand_ins", False):
+        return root
     for name in [name for name in sys.modules if name.partition(".")[0] == "verl"]:
-        del sys.modules[name]  # an installed version, which another oracle has imported
+        del sys.modules[name]
     for name in (*_PACKAGES, "verl.utils"):
         package = types.ModuleType(name)
         package.__path__ = [str(root / name.replace(".", "/"))]
         sys.modules[name] = package
+    vars(sys.modules["verl"])["has_stand_ins"] = True
     for name in _STAND_INS:
         sys.modules[name] = _StandIn(name)
     vars(sys.modules["verl.utils.device"]).update(
