@@ -193,6 +193,28 @@ def test_a_run_waits_for_a_lost_machine_and_continues_when_it_has_rejoined(
     assert_equal(run, local_run)
 
 
+def test_a_run_goes_on_after_a_machine_was_cut_off_the_network_for_a_minute(
+    site: Site, local_run: Path
+):
+    file = write_config(site.folder / "cut.yaml", config(site, "cut", is_local=False))
+    run = site.folder / "runs" / "cut"
+    command = site.start(1, "cut", "train-grpo", "-c", str(file))
+    deadline = time.monotonic() + LIMIT_S
+    while len(rows(run)) < 2:
+        assert command.poll() is None and time.monotonic() < deadline, site.output("cut")
+        time.sleep(0.05)
+    site.machines.unplug(2)
+    time.sleep(60)
+    site.machines.plug(2)
+    while command.poll() is None and "Waiting for devices" not in site.output("cut"):
+        assert time.monotonic() < deadline, site.output("cut")
+        time.sleep(0.2)
+    if command.poll() is None:  # Ray ended the machine that it could not reach
+        site.join("rejoin-cut")
+    assert command.wait(LIMIT_S) == 0, site.output("cut")
+    assert_equal(run, local_run)
+
+
 def lose_and_rejoin(site: Site, machine: int, name: str, command: Any) -> None:
     """Cut the power of a machine during a run, start it again and wait for the end of the run."""
     site.machines.cut_power(machine)
