@@ -106,6 +106,14 @@ def test_hostile_texts_are_escaped_and_read_back(text: str):
     assert json.loads(encoded) == {text: [text]}
 
 
+def test_a_run_folder_with_a_link_to_itself_is_refused(tmp_path: Path):
+    run = view_runs.make_run(tmp_path / "grpo")
+    link = run / "rollouts" / "step_000099.jsonl"
+    link.symlink_to(link)
+    with pytest.raises(MsrlError, match=mentions(link, "link")):
+        write_folder([run], tmp_path / "view")
+
+
 @pytest.mark.parametrize("format", ["jsonl", "parquet"])
 def test_hostile_completions_are_only_in_escaped_strings(tmp_path: Path, format: str):
     run = view_runs.make_run(tmp_path / "grpo", texts=view_runs.HOSTILE, format=format)

@@ -292,7 +292,7 @@ def write_notes(path: Path, tags: Sequence[str], note: str) -> None:
 
 
 def require_regular_files(path: Path) -> None:
-    """Refuse a run folder of others with devices and pipes, whose reading may never end.
+    """Refuse a run folder of others with broken links, or with pipes, whose reading may never end.
 
     Raises:
         MsrlError: An entry that the pages and reports of a run read is one.
@@ -301,6 +301,8 @@ def require_regular_files(path: Path) -> None:
         for entry in sorted(path.glob(pattern)):
             if entry.exists() and not entry.is_file() and not entry.is_dir():
                 raise MsrlError(f"{entry}: is a device, pipe or socket. Remove it.")
+            if entry.is_symlink() and not entry.exists():
+                raise MsrlError(f"{entry}: is a link that leads to no file. Remove it.")
 
 
 def read_objects(file: Path) -> list[dict[str, Any]]:

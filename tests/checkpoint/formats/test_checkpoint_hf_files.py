@@ -225,3 +225,10 @@ def test_links_of_a_model_folder_lead_to_files_of_the_model_or_are_refused(tmp_p
     (model / "generation_config.json").symlink_to(secret)
     with pytest.raises(MsrlError, match=mentions(model / "generation_config.json", secret)):
         sidecar_files(model)
+
+
+def test_a_file_of_a_model_that_links_to_itself_is_refused(tmp_path: Path) -> None:
+    link = tmp_path / "config.json"
+    link.symlink_to(link)
+    with pytest.raises(MsrlError, match=mentions(link, "link")):
+        sidecar_files(tmp_path)

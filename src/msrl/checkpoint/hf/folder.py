@@ -127,6 +127,14 @@ def _nearest_rule(name: str, rules: Iterable[Rule]) -> str:
     return f"nearest rule: {close} -> {known[close]}"
 
 
+def _resolved(file: Path) -> Path:
+    """Return the file that a link leads to. Raises MsrlError for a link that leads to itself."""
+    try:
+        return file.resolve()
+    except (OSError, RuntimeError):
+        raise MsrlError(f"{file}: is a link that leads to itself. Remove it.") from None
+
+
 def sidecar_files(folder: Path) -> list[Path]:
     """Return the files other than weights that a model needs: config, tokenizer and code.
 
@@ -136,11 +144,11 @@ def sidecar_files(folder: Path) -> list[Path]:
         MsrlError: A link leads to another folder than the model's. The files are copied to
             results, which may be published.
     """
-    own, shared = folder.resolve(), (folder / "config.json").resolve().parent  # in hub caches
+    own, shared = folder.resolve(), _resolved(folder / "config.json").parent  # in hub caches
     patterns = (*_SIDECARS, f"{_NAMED_TEMPLATES}/*.jinja")
     files = {file for pattern in patterns for file in folder.glob(pattern) if file.is_file()}
     for file in sorted(files):
-        target = file.resolve()
+        target = _resolved(file)
         if own not in target.parents and target.parent != shared:
             raise MsrlError(
                 f"{file}: is a link to {target}, outside of the folder of the model. Copy the file "

@@ -32,6 +32,7 @@ MAX_ROWS = 512
 MAX_BYTES = 1 << 20
 MAX_LINE_BYTES = 64 << 20  # of a row in any format
 _MAX_DECODED_BYTES = 64 << 20  # of rows of a table that are decoded at once
+_BLOCK_BYTES = 1 << 20
 _MAX_COMPRESSED_JSON_BYTES = 1 << 30  # decompressed; a small file may hold any number of bytes
 
 
@@ -225,16 +226,28 @@ def _read_lines(path: Path) -> Iterator[RowBatch]:
 def _read_json(path: Path) -> Iterator[RowBatch]:
     """Yield the rows of a JSON array, or a single JSON object as the only row."""
     with _open(path) as file:
-        content = file.read(_MAX_COMPRESSED_JSON_BYTES if path.suffix in COMPRESSIONS else -1)
-        if path.suffix in COMPRESSIONS and file.read(1):
-            raise MsrlError(
-                f"{path}: has more than {_MAX_COMPRESSED_JSON_BYTES:,} bytes in one JSON array. "
-                "Write one row per line, or decompress it."
-            )
+        content = _decompressed(file, path) if path.suffix in COMPRESSIONS else file.read()
         loaded = _parse(content, str(path))
     rows = loaded if isinstance(loaded, list) else [loaded]
     for start in range(0, len(rows), MAX_ROWS):
         yield RowBatch(str(path), start + 1, rows[start : start + MAX_ROWS], lines=False)
+
+
+def _decompressed(file: io.BufferedReader, path: Path) -> bytes:
+    """Return the content of a compressed file, block by block: gzip allocates what it is asked for.
+
+    Raises:
+        MsrlError: The content is too large.
+    """
+    content = bytearray()
+    while block := file.read(_BLOCK_BYTES):
+        content += block
+        if len(content) > _MAX_COMPRESSED_JSON_BYTES:
+            raise MsrlError(
+                f"{path}: has more than {_MAX_COMPRESSED_JSON_BYTES:,} bytes in one JSON array. "
+                "Write one row per line, or decompress it."
+            )
+    return bytes(content)
 
 
 def _read_parquet(path: Path) -> Iterator[RowBatch]:
