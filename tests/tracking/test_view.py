@@ -106,11 +106,12 @@ def test_hostile_texts_are_escaped_and_read_back(text: str):
     assert json.loads(encoded) == {text: [text]}
 
 
-def test_a_run_folder_with_a_link_to_itself_is_refused(tmp_path: Path):
+@pytest.mark.parametrize("kind", ["link", "folder"])
+def test_a_run_folder_with_something_in_place_of_a_file_is_refused(tmp_path: Path, kind: str):
     run = view_runs.make_run(tmp_path / "grpo")
-    link = run / "rollouts" / "step_000099.jsonl"
-    link.symlink_to(link)
-    with pytest.raises(MsrlError, match=mentions(link, "link")):
+    path = run / "rollouts" / "step_000099.jsonl"
+    path.symlink_to(path) if kind == "link" else path.mkdir()
+    with pytest.raises(MsrlError, match=mentions(path, kind)):
         write_folder([run], tmp_path / "view")
 
 

@@ -291,6 +291,9 @@ def write_notes(path: Path, tags: Sequence[str], note: str) -> None:
     write_text(path / NOTES, json.dumps({"tags": [*tags], "note": note}, ensure_ascii=False))
 
 
+_SUFFIXES = (".jsonl", ".json", ".yaml", ".parquet", ".txt", ".md")  # of the files of a run
+
+
 def require_regular_files(path: Path) -> None:
     """Refuse a run folder of others with broken links, or with pipes, whose reading may never end.
 
@@ -301,6 +304,8 @@ def require_regular_files(path: Path) -> None:
         for entry in sorted(path.glob(pattern)):
             if entry.exists() and not entry.is_file() and not entry.is_dir():
                 raise MsrlError(f"{entry}: is a device, pipe or socket. Remove it.")
+            if entry.is_dir() and entry.suffix in _SUFFIXES:
+                raise MsrlError(f"{entry}: is a folder in place of a file. Remove it.")
             if entry.is_symlink() and not entry.exists():
                 raise MsrlError(f"{entry}: is a link that leads to no file. Remove it.")
 
