@@ -533,7 +533,7 @@ def cells(folder: Path, change: Any) -> None:
     encoding, length, num_rows = change
     if encoding in ("PLAIN", "DELTA_BYTE_ARRAY"):  # pyarrow writes these from all texts
         num_rows = min(num_rows, (200 << 20) // (length + 1))
-    num_rows = min(num_rows, (4 << 30) // (length + 1))  # the time grows with the decoded bytes
+    num_rows = min(num_rows, (1 << 30) // (length + 1))  # the time grows with the decoded bytes
     numbers = pa.array([0] * num_rows, pa.int32())
     table = pa.table({"text": pa.DictionaryArray.from_arrays(numbers, ["x" * length])})
     path = folder / "x.parquet"
