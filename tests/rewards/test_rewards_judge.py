@@ -80,6 +80,7 @@ def test_votes_are_averaged_and_unusable_ones_left_out():
         {"right": True, "style": 3},
         {"right": "1", "style": 3},
         {"right": 1, "style": 11},
+        {"right": 1, "style": 10**400},
     ],
 )
 def test_a_judge_that_talks_nonsense_leaves_the_response_undecided(vote: Any):

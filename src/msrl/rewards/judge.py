@@ -49,7 +49,7 @@ _REASON = "Give a short reason first, as the value of `reason`."
 
 
 class Criterion(Section):
-    """What a judge scores, from `low` (worst) to `high` (best)."""
+    """Criterion of a judge, with scores from `low` (worst) to `high` (best)."""
 
     text: Text
     low: Float = 0.0
@@ -68,8 +68,9 @@ class Criterion(Section):
             return {_FIRST: 1.0, _SECOND: 0.0, _TIE: 0.5}.get(value if type(value) is str else "")
         if not isinstance(value, int | float) or isinstance(value, bool):
             return None
-        share = (value - self.low) / (self.high - self.low)
-        return share if 0 <= share <= 1 else None
+        if not self.low <= value <= self.high:  # also if it is too large for a float
+            return None
+        return (value - self.low) / (self.high - self.low)
 
 
 def _criteria(criteria: Mapping[str, object] | None) -> dict[str, Criterion]:

@@ -8,7 +8,7 @@ The format is LightRFT's with two additional lists. A request has these lists of
 - `references`: the ground truths.
 - `extra`: the extra columns of the rows.
 
-A reward of null is a failed call. `http.py` defines which errors are retried.
+A reward of null is a failed call. `msrl.http_requests` defines which errors are retried.
 """
 
 from __future__ import annotations

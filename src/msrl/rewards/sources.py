@@ -124,9 +124,9 @@ class Source(RewardSource):
 
     @property
     def client_class(self) -> type[Client]:
-        if self.kind in ("url", "judge"):
-            return Remote if self.kind == "url" else Judge
-        return RankModel if self.on_ranks else RewardModel
+        if self.kind == "model":
+            return RankModel if self.on_ranks else RewardModel
+        return Remote if self.kind == "url" else Judge
 
     def client(self, read_config: ReadConfig = read_hf_config) -> Client:
         """Return the client of a server or a model, without starting it."""

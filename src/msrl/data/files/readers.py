@@ -234,7 +234,9 @@ def _read_json(path: Path) -> Iterator[RowBatch]:
 
 
 def _decompressed(file: io.BufferedReader, path: Path) -> bytes:
-    """Return the content of a compressed file, block by block: gzip allocates what it is asked for.
+    """Return the content of a compressed file.
+
+    It is read in blocks, since gzip allocates the size of a read at once.
 
     Raises:
         MsrlError: The content is too large.
