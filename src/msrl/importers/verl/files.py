@@ -155,8 +155,13 @@ def translate_words(words: list[Word], name: str) -> Translation:
     start = _start(words)
     launcher, program = words[:start], _module(words[start - 1]) if start else ""
     words = [_with_placeholder(word) for word in words[start:] if not _is_unknown_of_ray(word)]
-    remarks = [remark for word in words if (remark := _remark_on_name(word, name))]
-    words = [_with_known_name(word, name) for word in words]
+    known = [_with_known_name(word, name) for word in words]
+    remarks = [
+        f"{Origin(name, word.line)}: {short.text}: shortened, since {word.problem}"
+        for word, short in zip(words, known, strict=True)
+        if short is not word
+    ]
+    words = known
     problems = [
         f"{Origin(name, word.line)}: {word.text}: {word.problem}" for word in words if word.problem
     ]
@@ -227,13 +232,6 @@ def _with_known_name(word: Word, script: str) -> Word:
         return word
     known = _COMMAND.sub("", word.text[key.end() :]).strip("-_. ")
     return Word(f"{key[0]}{known or Path(script).stem}", word.line)
-
-
-def _remark_on_name(word: Word, script: str) -> str:
-    known = _with_known_name(word, script)
-    if known is word:
-        return ""
-    return f"{Origin(script, word.line)}: {known.text}: shortened, since {word.problem}"
 
 
 # Options of Ray, and the items of arrays that a condition of a script may add to them.
