@@ -363,11 +363,16 @@ def title(line: str) -> str:
     return Path(words[0]).name.partition(":")[0] + line.partition("::")[2].partition(".")[0][:16]
 
 
+def reference_folder(name: str, root: Path) -> Path:
+    """Return the folder of the run without kills; a name of its own, unlike the data's."""
+    return root / f"{name}-reference"
+
+
 def reference(kind: Kind, name: str, root: Path) -> tuple[Any, float]:
     """Return the result of a run without kills, and its seconds; they are kept for later parts."""
     file = root / f"{name}.json"
     if not file.exists():
-        folder, start = root / name, time.monotonic()
+        folder, start = reference_folder(name, root), time.monotonic()
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir()
         case = Case(kind, name, folder)
@@ -421,7 +426,7 @@ def run_case(name: str, root: Path, seed: int, limit: float) -> Row:
         row.problems.append(f"{folder}: the result differs")
     if name not in ("conversion", "preprocess", "evaluation", "serve"):
         numbers = Counter(line["step"] for line in rows(folder / "run"))
-        row.lost = len(rows(root / name / "run")) - len(numbers)
+        row.lost = len(rows(reference_folder(name, root) / "run")) - len(numbers)
         row.repeated = sum(numbers.values()) - len(numbers)
     left = case.leftovers()
     row.leftovers = len(left)
