@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -286,6 +287,31 @@ def test_every_process_renders_chat_templates_within_the_limits(
         [{"role": "user", "content": "a"}], chat_template=shown, tokenize=False
     )
     assert text == f"a{tokenizer.eos_token}False"
+
+
+def test_a_killed_process_of_chat_templates_is_replaced_at_most_twice(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    chats = [chat_rendering.Chat("text", {"messages": [0]})]
+    for _ in range(2):
+        process = chat_rendering._process(os.getpid(), chat_rendering.LIMITS)._process
+        process.kill()
+        assert [chat.text for chat in chat_rendering.render_chats(chats)] == ["text"]
+    code = (
+        "import os, sys; from multiprocessing.connection import Connection as C; c = C(int({fd}));"
+        "c.recv(); c.recv(); open({log}, 'a').write('x'); os.kill(os.getpid(), 9)"
+    )
+    log = tmp_path / "log"
+
+    def dying(*words: str) -> list[str]:
+        return [sys.executable, "-c", code.format(fd=words[-1], log=repr(str(log)))]
+
+    monkeypatch.setattr(chat_rendering, "python_command", dying)
+    limits = chat_rendering.RenderingLimits(time_s=9.0)  # so that another process starts
+    monkeypatch.setattr(chat_rendering, "LIMITS", limits)
+    with pytest.raises(chat_rendering.RenderingError, match=mentions("killed")):
+        chat_rendering.render_chats(chats)
+    assert log.read_text() == "xxx"
 
 
 def test_a_time_limit_restores_the_timer_that_was_set_before():

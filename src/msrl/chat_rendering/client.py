@@ -14,6 +14,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from functools import lru_cache
 from multiprocessing.connection import Connection
 from typing import Any, NamedTuple, cast
@@ -30,6 +31,7 @@ class RenderingLimits(NamedTuple):
 
 
 LIMITS = RenderingLimits()
+_ATTEMPTS = 3
 
 
 class Chat(NamedTuple):
@@ -65,23 +67,35 @@ class RenderingError(Exception):
     """A chat template fails for a conversation, or needs more than its limits."""
 
 
+class _KilledError(RenderingError):
+    """The process was killed from outside, such as by a system without memory."""
+
+
 def render_chats(chats: Sequence[Chat]) -> list[RenderedChat]:
     """Return the texts of conversations.
+
+    A process that is killed from outside is replaced, at most twice for the same conversations.
 
     Raises:
         RenderingError: A template fails for one of them.
     """
     with _LOCK:
-        process = _process(os.getpid(), LIMITS)
-        try:
-            process.connection.send(chats)
-            answer = process.connection.recv()
-        except BaseException as error:
-            _process.cache_clear()
-            reason = process.end()
-            if isinstance(error, (EOFError, OSError)):
-                raise RenderingError(reason) from error
-            raise  # such as Ctrl-C
+        for _ in range(_ATTEMPTS - 1):
+            with suppress(_KilledError):
+                return _ask(chats)
+        return _ask(chats)
+
+
+def _ask(chats: Sequence[Chat]) -> list[RenderedChat]:
+    process = _process(os.getpid(), LIMITS)
+    try:
+        process.connection.send(chats)
+        answer = process.connection.recv()
+    except (EOFError, OSError) as error:
+        raise process.failure() from error
+    except BaseException:  # such as Ctrl-C
+        process.end()
+        raise
     if isinstance(answer, str):
         raise RenderingError(answer)
     return answer
@@ -128,14 +142,23 @@ class _Process:
         self.connection = Connection(ours.detach())
         self.connection.send(limits)
 
-    def end(self) -> str:
-        """End the process and return why it ended."""
+    def end(self) -> int:
+        """End the process and return its exit code."""
+        _process.cache_clear()
         self.connection.close()
         self._process.kill()
-        code = self._process.wait()
+        return self._process.wait()
+
+    def failure(self) -> RenderingError:
+        """Return why the process ended by itself."""
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(1.0)  # it closes its connection before it ends
+        code = self.end()
         if code == -signal.SIGPROF:
-            return f"takes longer than {self._limits.time_s:g} s"
-        return f"its process ended with code {code}"
+            return RenderingError(f"takes longer than {self._limits.time_s:g} s")
+        if code == -signal.SIGKILL:
+            return _KilledError("its process was killed")
+        return RenderingError(f"its process ended with code {code}")
 
 
 @lru_cache(maxsize=1)
