@@ -34,7 +34,7 @@ pytestmark = pytest.mark.slow  # the import of openai takes seconds
 def play(agent: str, answers: Sequence[str], **row: Any) -> list[Any]:
     """Return the opening of an episode and the replies to the answers."""
     options = {"command": [sys.executable, str(AGENT), agent]}
-    source = EnvironmentSource("endpoint", options=options, timeout_s=60.0)
+    source = EnvironmentSource("endpoint", options=options, timeout_s=HANG_S)
     with EnvironmentPool({"endpoint": source}) as environments:
         opening = environments.open("episode", dict(row)).result(HANG_S)
         hosts = set().union(*listening_hosts(children(os.getpid())).values())
@@ -86,6 +86,11 @@ def test_an_agent_that_fails_is_a_fault():
     assert_mentions(last.detail, "3")
 
 
+def test_an_episode_whose_agent_is_killed_is_lost():
+    _, last = play("die", ["x"])
+    assert isinstance(last, EpisodeFault) and last.reason == "lost"
+
+
 def test_an_agent_that_never_asks_is_a_fault():
     (opening,) = play("unknown", [])
     assert isinstance(opening, EpisodeFault) and opening.reason == "error"
@@ -103,7 +108,7 @@ def test_answers_to_an_agent_are_recorded_as_sampled(
     agent: str, num_sequences: int, template: EpisodeTemplate
 ):
     options = {"command": [sys.executable, str(AGENT), agent]}
-    section = EnvironmentConfig(name="endpoint", options=options, timeout_s=60.0)
+    section = EnvironmentConfig(name="endpoint", options=options, timeout_s=HANG_S)
     settings = EpisodeSettings(section, Path(), "", "hermes", 200)
     answers = [[*ids(template, letter), END] for letter in ("A", "B", "C")]
     prompt = Prompt(0, np.arange(40, 50), "C", {"question": "Which letter?"})

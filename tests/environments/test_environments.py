@@ -6,9 +6,10 @@ import random
 from collections.abc import Sequence
 from typing import Any
 
+import psutil
 import pytest
 
-from msrl.environments.base import Environment, EnvironmentSource, Opening, StepResult
+from msrl.environments.base import Environment, EnvironmentSource, EpisodeFault, Opening, StepResult
 from msrl.environments.builtin import calculator, frozen_lake, gymnasium, search, sokoban
 from msrl.environments.builtin._grid import read_action
 from msrl.environments.pool import EnvironmentPool
@@ -36,7 +37,7 @@ def test_an_environment_plays_its_scripted_episode(name: str, monkeypatch: pytes
     if name in NEEDS_A_SANDBOX and (reason := sandbox.refusal()):
         pytest.skip(reason)
     monkeypatch.chdir(ROOT)
-    source = EnvironmentSource(name, options=script.options, timeout_s=60.0)
+    source = EnvironmentSource(name, options=script.options, timeout_s=HANG_S)
     with EnvironmentPool({name: source}) as environments:
         opening = environments.open("episode", dict(script.row)).result(HANG_S)
         steps = [environments.step("episode", a).result(HANG_S) for a in script.answers]
@@ -53,6 +54,19 @@ def check(script: Script, opening: Any, steps: list[Any]) -> None:
     for expected, reply in zip(script.texts, [opening, *steps], strict=False):
         assert expected in text(reply)
     assert steps[-1].info.get("success") == script.success
+
+
+@pytest.mark.slow
+def test_an_episode_whose_mcp_server_is_killed_is_lost():
+    pytest.importorskip("mcp")
+    script = ENVIRONMENTS["mcp"]
+    source = EnvironmentSource("mcp", options=script.options, timeout_s=HANG_S)
+    with EnvironmentPool({"mcp": source}) as environments:
+        environments.open("episode", dict(script.row)).result(HANG_S)
+        family = psutil.Process().children(recursive=True)
+        next(each for each in family if script.options["command"][-1] in each.cmdline()).kill()
+        reply = environments.step("episode", script.answers[0]).result(HANG_S)
+    assert isinstance(reply, EpisodeFault) and reply.reason == "lost"
 
 
 # CliffWalking: the walk along the cliff has 13 steps of reward -1, and gymnasium has no threshold.

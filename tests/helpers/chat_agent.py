@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
 import urllib.request
 
@@ -83,6 +84,12 @@ def fail(row: dict) -> None:
     sys.exit(3)
 
 
+def die(row: dict) -> None:
+    """Be killed after a turn."""
+    OpenAI().chat.completions.create(model="policy", messages=[{"role": "user", "content": "x"}])
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
 def turn(role: str, content: str) -> dict:
     return {"role": role, "content": content}
 
@@ -95,5 +102,5 @@ def give_reward(value: float) -> None:
 
 
 if __name__ == "__main__":
-    agents = {f.__name__: f for f in (chat, use_tools, forget, intrude, fail)}
+    agents = {f.__name__: f for f in (chat, use_tools, forget, intrude, fail, die)}
     agents[sys.argv[1]](json.loads(os.environ["MSRL_ROW"]))

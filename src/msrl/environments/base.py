@@ -18,8 +18,8 @@ FaultReason = Literal["timeout", "crash", "lost", "error", "oversized", "invalid
 
 - "timeout": a call exceeded the time limit, and its process was killed.
 - "crash": the process died by itself.
-- "lost": the process, or the fork server of all processes, was killed from outside, for example by
-  the out-of-memory killer. The episode is repeated.
+- "lost": the process, the fork server of all processes, or a program that the episode needs was
+  killed from outside, for example by the out-of-memory killer. The episode is repeated.
 - "error": `reset` or `step` raised an exception. A tool that raises is no fault: the model reads
   the error.
 - "oversized": the messages of a call exceed the size limit.

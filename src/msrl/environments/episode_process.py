@@ -20,7 +20,7 @@ from typing import Any, get_args
 
 from msrl.environments.base import Environment, EnvironmentSource, StepResult
 from msrl.environments.clean import clean_text
-from msrl.environments.tools import tool_schemas
+from msrl.environments.tools import LostError, tool_schemas
 from msrl.processes.limits import limit_memory, start_alarm
 from msrl.processes.messages import MAX_DETAIL_BYTES, frame, read
 from msrl.types import JsonObject, Message, Role
@@ -125,6 +125,8 @@ def _reply(call: Callable[[], JsonObject], max_bytes: int) -> bytes:
         return _fault("invalid", str(error))
     except _OversizedError as error:
         return _fault("oversized", str(error))
+    except LostError as error:
+        return _fault("lost", str(error))
     except BaseException:  # report any exception of an environment
         return _fault("error", traceback.format_exc(limit=-4))
 

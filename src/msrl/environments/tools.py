@@ -30,6 +30,10 @@ _ENTRY = re.compile(r"^(\w+)(?:\s*\([^)]*\))?:\s*(.*)$")
 _SECTION = re.compile(r"^(Args|Arguments|Parameters|Returns|Raises|Yields|Examples?|Notes?):\s*$")
 
 
+class LostError(Exception):
+    """Loss of a program that an episode needs, killed from outside. The episode is repeated."""
+
+
 class Toolbox(Protocol):
     """Object with tools: methods marked with `tool` or listed in `TOOLS`, and external tools."""
 
@@ -213,6 +217,8 @@ def _run_guarded(
 ) -> tuple[str, str | None]:
     try:
         return as_text(function(*positional, **arguments)), None
+    except LostError:
+        raise
     except Exception as error:
         return _shorten(f"Error: {type(error).__name__}: {error}"), "raised"
 

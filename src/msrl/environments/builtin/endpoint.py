@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import threading
 import urllib.request
@@ -28,7 +29,7 @@ from msrl.environments.builtin._chat_server import (
     ChatServer,
     text_content,
 )
-from msrl.environments.tools import read_answer
+from msrl.environments.tools import LostError, read_answer
 from msrl.errors import MsrlError
 from msrl.http_requests import without_loopback_proxy
 from msrl.types import JsonObject, Message, Role
@@ -52,6 +53,7 @@ class Endpoint(Environment):
         self._server: ChatServer | None = None
         self._program: subprocess.Popen[bytes] | None = None
         self._problem = ""
+        self._was_killed = False
         self._request: ChatRequest | None = None
         self._tools: list[JsonObject] = []  # of the last request
         self._rewarded: float | None = None  # sum of the rewards of the turns
@@ -64,7 +66,7 @@ class Endpoint(Environment):
         threading.Thread(target=self._run_agent, args=(dict(row),), daemon=True).start()
         request = self._next_request()
         if request is None:
-            raise RuntimeError(f"the agent ended before its first request. {self._problem}")
+            raise self._failure(f"the agent ended before its first request. {self._problem}")
         self._tools = _tools(request.body)
         return self._restore_answers(self._seen)
 
@@ -81,7 +83,7 @@ class Endpoint(Environment):
         self._request.answer(reply, is_truncated=self.is_truncated)
         request = self._next_request()
         if request is None and self._problem:
-            raise RuntimeError(self._problem)
+            raise self._failure(self._problem)
         reward, success = self._new_reward(), self._server.success
         info: JsonObject = {} if success is None else {"success": success}
         if request is None:
@@ -169,10 +171,15 @@ class Endpoint(Environment):
                 stdin=subprocess.PIPE,
             )
             self._program.communicate(text.encode())
-            if self._program.returncode:
-                self._problem = f"the agent ended with exit code {self._program.returncode}"
+            code = self._program.returncode
+            self._was_killed = code in (-signal.SIGKILL, -signal.SIGTERM)
+            if code:
+                self._problem = f"the agent ended with exit code {code}"
         except OSError as error:
             self._problem = f"the agent cannot be started: {error}"
+
+    def _failure(self, problem: str) -> Exception:
+        return LostError(problem) if self._was_killed else RuntimeError(problem)
 
     def _run_service(self, row: JsonObject) -> None:
         """Call the service and wait for its reply."""

@@ -13,6 +13,7 @@ from typing import Any
 
 from msrl.environments.base import Environment
 from msrl.environments.builtin._prompts import row_prompt
+from msrl.environments.tools import LostError
 from msrl.errors import MsrlError
 from msrl.types import JsonObject, Message
 
@@ -50,9 +51,15 @@ class McpTools(Environment):
         """Call a tool of the server.
 
         Raises:
+            LostError: The server has ended.
             RuntimeError: The server reports an error.
         """
-        result = self._portal.call(self._client.call_tool, name, dict(arguments))
+        try:
+            result = self._portal.call(self._client.call_tool, name, dict(arguments))
+        except import_module("mcp").MCPError as error:
+            if error.code != import_module("mcp.types").CONNECTION_CLOSED:
+                raise
+            raise LostError("the MCP server has ended") from error
         text = "\n".join(_content_text(block) for block in result.content)
         if result.is_error:
             raise RuntimeError(text)
