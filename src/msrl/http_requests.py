@@ -202,7 +202,7 @@ def _attempt(server: Server, body: bytes | None, deadline: float) -> Any:
         with _open(request, max(0.001, deadline - time.monotonic())) as answer:
             if not 200 <= answer.status < 300:
                 raise _status_error(server, answer)
-            data = _read(answer, deadline)
+            data = _read(server, answer, deadline)
     except (OSError, http.client.HTTPException) as error:  # URLError and timeouts are OSErrors
         reason = getattr(error, "reason", "") or error or type(error).__name__
         raise _TemporaryError(str(reason)) from error
@@ -226,12 +226,15 @@ def _status_error(
     return server.error(message, "error")
 
 
-def _read(answer: http.client.HTTPResponse, deadline: float) -> bytes:
+def _read(server: Server, answer: http.client.HTTPResponse, deadline: float) -> bytes:
     """Return the complete body; the deadline also applies to a body that arrives slowly."""
     data = bytearray()
     while chunk := answer.read1(1 << 16):
         data += chunk
-        if time.monotonic() > deadline or len(data) > MAX_ANSWER_BYTES:
+        if len(data) > MAX_ANSWER_BYTES:
+            limit = f"{MAX_ANSWER_BYTES >> 20} MiB"
+            raise server.error(f"the answer is larger than {limit}", "error")
+        if time.monotonic() > deadline:
             raise _TemporaryError(f"the answer is incomplete after {len(data)} bytes")
     if answer.length:  # bytes of Content-Length that did not arrive
         raise _TemporaryError(f"the answer ended {answer.length} bytes early")

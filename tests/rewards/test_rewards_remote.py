@@ -117,6 +117,14 @@ def test_permanent_errors_are_not_retried(answer, fragments):
         assert (caught.value.kind, len(payloads)) == ("error", 1)
 
 
+def test_an_answer_beyond_the_limit_is_not_requested_again(monkeypatch):
+    monkeypatch.setattr(http_requests, "MAX_ANSWER_BYTES", 1 << 20)
+    with serve(lambda n, _: json_answer("x" * (2 << 20))) as (url, payloads):
+        with pytest.raises(RemoteError, match=mentions(url, "larger than 1 MiB")) as caught:
+            post_json(quick(url), {})
+        assert (caught.value.kind, len(payloads)) == ("error", 1)
+
+
 @pytest.mark.parametrize(
     ("answer", "attempts"),
     [
