@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 import torch
 
@@ -29,6 +30,7 @@ from msrl.verification.tolerance import family_tolerance
 from support import assert_mentions, mentions
 from test_cli import msrl
 from test_convert import run, save_real, to_mcore
+from training_runs import Command, children, files_in, make_tmp, wait_for_end
 
 
 def test_agreement_by_hand() -> None:
@@ -458,6 +460,33 @@ def test_contents_that_are_not_converted_are_printed(
     assert_mentions(
         output, "optimizer state", "random number generators", "distrib_optim.pt", "not verified"
     )
+
+
+@pytest.mark.slow
+@pytest.mark.full
+def test_a_rank_that_is_killed_ends_the_verification_with_one_message(tmp_path: Path) -> None:
+    save_real(tmp_path / "hf", "qwen2", tied=False)
+    paths = ("--load", str(tmp_path / "hf"), "--save", str(tmp_path / "out"))
+    tmp = make_tmp()
+    command = Command(
+        "convert-ckpt", "hf2mcore", *paths, "--tp", "2", log=tmp_path / "log", tmp=tmp
+    )
+
+    def rank() -> psutil.Process | None:
+        family = psutil.Process(command.process.pid).children(recursive=True)
+        return next((each for each in family if each.name() == "msrl-rank-1"), None)
+
+    command.when(lambda: rank() is not None)
+    started = children(command.process.pid)
+    killed = rank()
+    assert killed is not None
+    killed.kill()
+    assert command.wait() == 1
+    assert_mentions(command.output(), "rank 1", "SIGKILL", tmp_path / "out.unverified")
+    assert "Traceback" not in command.output()
+    assert not (tmp_path / "out").exists()
+    wait_for_end(started)
+    assert files_in(tmp) == []
 
 
 def test_an_interrupted_verification_is_reported(
