@@ -11,6 +11,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -410,17 +411,38 @@ def test_a_chinese_page_has_the_commands_and_settings_of_its_english_page(page: 
     assert ours == theirs
 
 
+@pytest.mark.parametrize("page", CHINESE, ids=page_id)
+def test_a_chinese_page_has_the_sections_rows_and_tests_of_its_english_page(page: Path):
+    original = page.with_name(page.name.replace(".zh.md", ".md"))
+    for start in ("#", "|"):  # headings, rows of tables
+        ours, theirs = (
+            sum(line.startswith(start) for line in prose(p).splitlines()) for p in (page, original)
+        )
+        assert ours >= theirs
+    ours, theirs = (Counter(_TEST_NAME.findall(p.read_text())) for p in (page, original))
+    assert ours == theirs
+
+
 # --- tests
 
 
-def test_every_test_that_a_page_names_exists():
-    defined = {
+def test_every_test_that_a_page_names_exists_once():
+    defined = Counter(
         name
         for file in (ROOT / "tests").glob("**/test_*.py")
         for name in re.findall(r"^def (test_\w+)", file.read_text(), re.M)
-    }
+    )
     named = {name for page in DOCS.glob("*.md") for name in _TEST_NAME.findall(page.read_text())}
-    assert len(named) > 20 and named <= defined, named - defined
+    assert len(named) > 60 and not {name: defined[name] for name in named if defined[name] != 1}
+
+
+@pytest.mark.parametrize("page", ["security", "failures"])
+def test_every_row_about_an_attack_or_a_loss_names_its_test_or_that_it_has_none(page: str):
+    tables = re.findall(
+        r"^\|.* test \|\n\|[-|]+\n((?:\|.*\n)+)", (DOCS / f"{page}.md").read_text(), re.M
+    )
+    rows = [row.split("|")[-2] for table in tables for row in table.splitlines()]
+    assert len(rows) > 20 and all(_TEST_NAME.search(row) or "none;" in row for row in rows)
 
 
 # --- site
