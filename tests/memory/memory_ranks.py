@@ -31,6 +31,7 @@ class Case:
     lengths: tuple[int, ...]
     layout: Layout = field(default_factory=Layout)
     dtype: str = "float32"
+    logits_dtype: str | None = None
     batches: int = 1
     more: Mapping[str, Any] = field(default_factory=dict)
 
@@ -60,7 +61,15 @@ def _measure(context: RankContext, case: Case, init_method: str) -> Measurement:
     Path("/proc/self/clear_refs").write_text("5")  # resets the peak resident memory (proc(5))
     base, before = _status("RssAnon"), LiveMemory.live_bytes()
     policy = ReplicaSettings(case.model, optimizer=OptimizerConfig(lr=1e-4), **case.more)
-    settings = RankSettings("cpu", case.layout, case.dtype, seed=0, timeout_s=HANG_S, policy=policy)
+    settings = RankSettings(
+        "cpu",
+        case.layout,
+        case.dtype,
+        seed=0,
+        timeout_s=HANG_S,
+        logits_dtype=case.logits_dtype,
+        policy=policy,
+    )
     worker = TrainingRank(settings, context.rank, case.layout.replica_size, init_method)
     random = np.random.default_rng(0)
     ids = tuple(

@@ -247,6 +247,16 @@ TABLE: dict[str, tuple[str, dict, tuple[str, ...]]] = {
         {"more": {"lora": LoraConfig(rank=8, alpha=16.0, targets=("linear_qkv", "o_proj"))}},
         ("train.lora.rank=8", "train.lora.targets=[q_a_proj,kv_a_proj_with_mqa,linear_proj]"),
     ),
+    "float32 logits": (
+        "large vocabulary",
+        {"dtype": "bfloat16", "logits_dtype": "float32"},
+        ("model.logits_dtype=float32",),
+    ),
+    "float32 logits chunked": (
+        "large vocabulary",
+        {"dtype": "bfloat16", "logits_dtype": "float32", "more": {"logit_chunk": 64}},
+        ("model.logits_dtype=float32", "train.chunk=64"),
+    ),
     "frozen": ("dense", {"more": {"freeze": ("*.mlp.*",)}}, ("train.freeze=['*.mlp.*']",)),
     "latent attention": ("latent attention", {}, ()),
     "capped scores and logits": ("capped", {}, ()),

@@ -39,6 +39,12 @@ class Pass:
     is_packed: bool
     element_bytes: int  # per element of weights and activations
     attention_bytes: int | None = None  # per element in the core attention, if larger
+    logits_bytes: int | None = None  # per element in the output layer, if larger
+
+    @property
+    def head_bytes(self) -> int:
+        """Bytes per element in the product of the output layer."""
+        return max(self.element_bytes, self.logits_bytes or 0)
 
     @property
     def core_bytes(self) -> int:
@@ -297,14 +303,17 @@ def head_bytes(
     temporary float32 rows. `chunk` is the number of positions whose logits exist at the same time,
     `temporary_elements` the number of elements that are processed at the same time.
     """
-    element, trained = batch.element_bytes, batch.num_trained // spread.cp
+    element, trained = batch.head_bytes, batch.num_trained // spread.cp
     columns = -(-shape.vocab_size // spread.tp)
     rows = trained if chunk is None else min(chunk, trained)
     logits = rows * columns * element
     hidden = 2 * trained * shape.hidden_size * element
     weight = columns * shape.hidden_size * (element if chunk is None else _FP32_BYTES) * is_trained
     if shape.normalized_head:
+        weight += columns * shape.hidden_size * batch.element_bytes
+    if element > batch.element_bytes:  # copies of the weight and of the hidden states
         weight += columns * shape.hidden_size * element
+        hidden += trained * shape.hidden_size * batch.element_bytes
     gradients = hidden + weight + 2 * min(temporary_elements, rows * columns) * _FP32_BYTES
     if shape.logit_softcap is None:
         return logits + gradients

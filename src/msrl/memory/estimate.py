@@ -26,6 +26,7 @@ from msrl.memory.states import (
     State,
     critic_state,
     element_bytes,
+    logits_bytes,
     parameters_per_rank,
     reference_bytes,
     reward_model_bytes,
@@ -166,6 +167,7 @@ def full_pass(plan: RunPlan, longest: int | None = None) -> Pass | None:
         longest=min(_longest_sequence(plan, longest) or tokens, tokens),
         is_packed=has_token_budget or train.micro_batch * plan.sides > 1 or plan.data.pack,
         element_bytes=element_bytes(plan),
+        logits_bytes=logits_bytes(plan),
     )
 
 
@@ -191,7 +193,7 @@ def _forward_bytes(train: TrainConfig, shape: Shape, batch: Pass, spread: Spread
     rows = num_trained // spread.cp
     if train.chunk is not None:
         rows = min(train.chunk, rows)
-    return layer + rows * -(-shape.vocab_size // spread.tp) * batch.element_bytes
+    return layer + rows * -(-shape.vocab_size // spread.tp) * batch.head_bytes
 
 
 def passes_in_flight(plan: RunPlan, shape: Shape, stage: int) -> tuple[int, int]:

@@ -39,7 +39,16 @@ def parameters_per_rank(shape: Shape, layout: ParallelLayout) -> int:
 
 def element_bytes(plan: RunPlan) -> int:
     """Return the bytes of a weight or an activation."""
-    return 2 if plan.dtype == "bfloat16" else 4
+    return _element_bytes(plan.dtype)
+
+
+def logits_bytes(plan: RunPlan) -> int:
+    """Return the bytes of a logit."""
+    return _element_bytes(plan.logits_dtype)
+
+
+def _element_bytes(dtype: str) -> int:
+    return 2 if dtype == "bfloat16" else 4
 
 
 @dataclass(frozen=True, slots=True)

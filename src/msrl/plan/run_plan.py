@@ -162,6 +162,11 @@ class RunPlan:
         return self.config.model.dtype
 
     @property
+    def logits_dtype(self) -> str:
+        """Data type in which the product of the output layer is computed."""
+        return self.config.model.logits_dtype or self.dtype
+
+    @property
     def needs_reference(self) -> bool:
         return _needs_reference(self.config, self.command)
 

@@ -59,6 +59,7 @@ class EngineSettings:
     model_dir: Path
     tokenizer_dir: Path | None = None
     dtype: str | None = None  # float32, bfloat16 or float16; None: the config's dtype
+    logits_dtype: str | None = None  # of the output layer's product; None: `dtype`
     engine: EngineConfig = field(default_factory=EngineConfig)
     seed: int = 0
     random_weights: bool = False

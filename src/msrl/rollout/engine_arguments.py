@@ -50,6 +50,11 @@ _ARGUMENTS: dict[str, tuple[str | None, Value]] = {
     "tensor_parallel_size": ("rollout.engine.tp", lambda s, *_: s.engine.tp),
     "data_parallel_size": ("rollout.engine.dp", lambda *_: None),  # each is an engine of its own
     "enable_expert_parallel": ("rollout.engine.ep", lambda s, *_: s.engine.ep > 1 or None),
+    "hf_overrides": (
+        None,
+        # ModelConfig.head_dtype of vLLM reads it.
+        lambda s, *_: s.logits_dtype and {"head_dtype": s.logits_dtype},
+    ),
     "max_model_len": ("rollout.engine.max_model_len", lambda s, shape, _: model_length(s, shape)),
     "max_num_seqs": ("rollout.engine.max_num_seqs", lambda s, *_: s.engine.max_num_seqs),
     "max_num_batched_tokens": (
@@ -86,7 +91,8 @@ SET_BY_MSRL = {name: key for name, (key, _) in _ARGUMENTS.items() if key is not 
 REFUSED = {
     "trust_remote_code": "code of a checkpoint is never run",
     "pipeline_parallel_size": "an engine has no pipeline stages in this version",
-    "hf_overrides": "the engine must run the model that is trained",
+    "hf_overrides": "the engine must run the model that is trained (model.logits_dtype sets the "
+    "dtype of its output layer)",
     "skip_tokenizer_init": "responses are decoded with the tokenizer",
     "runner": "the engine generates",
     "convert": "the engine generates",

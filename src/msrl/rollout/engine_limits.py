@@ -46,7 +46,10 @@ def check_limits(
     shape = shape_from_config(config)
     length = model_length(settings, shape)
     check_platform(settings.engine, platform)
-    _check_dtype(settings, settings.dtype or shape.dtype)
+    dtype = settings.dtype or shape.dtype
+    _check_dtype(settings, dtype)
+    if settings.logits_dtype not in (None, dtype) and platform.missing() is None:
+        _check_logits_dtype(settings)
     check_model(config, shape, platform)
     _check_devices(settings, shape)
     _check_batch(settings, length, platform)
@@ -88,6 +91,15 @@ def _check_dtype(settings: EngineSettings, dtype: str) -> None:
         raise MsrlError(
             f"{settings.model_dir}: dtype={dtype}: generation does not support it. Supported: "
             f"{', '.join(BYTES_PER_ELEMENT)}."
+        )
+
+
+def _check_logits_dtype(settings: EngineSettings) -> None:
+    if engine_source.sets_logits_dtype() is False:
+        raise MsrlError(
+            f"model.logits_dtype={settings.logits_dtype}: the installed vLLM computes the output "
+            "layer in model.dtype only. Install a release whose LogitsProcessor reads head_dtype, "
+            "or remove the key."
         )
 
 

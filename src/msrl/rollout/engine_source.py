@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 _MODELS = "model_executor/models/registry.py"
+_LOGITS = "model_executor/layers/logits_processor.py"
 _CONFIGS = "transformers_utils/config.py"
 # Dictionaries of models that this version of vLLM does not have.
 _ABSENT_MODELS = ("_PREVIOUSLY_SUPPORTED_MODELS", "_OOT_SUPPORTED_MODELS")
@@ -78,6 +79,20 @@ def config_types() -> frozenset[str] | None:
         if target == "_CONFIG_REGISTRY" and isinstance(value, ast.Dict):
             return frozenset(_text_keys(value))
     return None
+
+
+@functools.cache
+def sets_logits_dtype() -> bool | None:
+    """Return True if the output layer can compute in another dtype; None if this is not known.
+
+    `LogitsProcessor` reads `ModelConfig.head_dtype` since a pull request of July 2026
+    (vllm-project/vllm 48390), which vLLM 0.23 does not have.
+    """
+    nodes = statements(_LOGITS)
+    if nodes is None:
+        return None
+    found = (node for statement in nodes for node in ast.walk(statement))
+    return any(isinstance(node, ast.Attribute) and node.attr == "head_dtype" for node in found)
 
 
 def _assignments(file: str) -> Iterator[tuple[str, ast.expr]]:

@@ -104,8 +104,23 @@ class VllmEngine:
         self._memory = EngineMemory(self._llm, sleep_level(settings.engine, platform))
         self._routed = RoutedRequests(self.call_workers)
         self.call_workers("change_sampler")
+        if settings.logits_dtype is not None:
+            self._check_logits(settings.logits_dtype)
         if settings.records_routes:
             self._begin_recording()
+
+    def _check_logits(self, dtype: str) -> None:
+        """Close the engine if its model rounds logits to another dtype than this one.
+
+        Models and plugins of vLLM may have an output layer of their own.
+        """
+        actual = self.call_workers("describe_logits")[0]
+        if actual != dtype:
+            self.close()
+            raise MsrlError(
+                f"model.logits_dtype={dtype}: the engine's class of this model computes its logits "
+                f"in {actual} ({self._settings.model_dir}). Remove the key."
+            )
 
     def _begin_recording(self) -> None:
         """Record routes from now on; close the engine if vLLM does not show them."""

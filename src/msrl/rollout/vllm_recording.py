@@ -29,6 +29,25 @@ class ForwardRecorder:
             "config": model.hf_config.to_dict(),
         }
 
+    def describe_logits(self) -> str:
+        """Return the dtype in which the output layer computes logits.
+
+        Logits that a layer rounds to the dtype of the model have that dtype, even if it returns
+        them in another one. All workers of an engine call it together.
+        """
+        import torch
+
+        config = self.model_runner.vllm_config.model_config
+        size = config.get_hidden_size()
+        hidden = torch.linspace(-1, 1, size, dtype=config.dtype, device=self.model_runner.device)
+        with torch.inference_mode():
+            logits = self.model_runner.get_model().compute_logits(hidden[None])
+        if logits is None:  # the first worker has them
+            return ""
+        is_rounded = torch.equal(logits.to(config.dtype).to(logits.dtype), logits)
+        dtype = config.dtype if is_rounded else logits.dtype
+        return str(dtype).removeprefix("torch.")
+
     def begin_recording(self, num_layers: int, num_experts: int) -> None:
         """Record the outputs of all layers and routers until `end_recording`."""
         model = self.model_runner.get_model()

@@ -41,6 +41,7 @@ class RankPosition:
     platform: Platform
     device: torch.device
     dtype: torch.dtype
+    logits_dtype: torch.dtype  # of the output layer's product
     seed: int
     timeout_s: float
     layout: Layout
@@ -117,6 +118,7 @@ def rank_position(
         platform=platform,
         device=platform.device(rank),
         dtype=getattr(torch, settings.dtype),
+        logits_dtype=getattr(torch, settings.logits_dtype or settings.dtype),
         seed=settings.seed,
         timeout_s=settings.timeout_s,
         layout=settings.layout,

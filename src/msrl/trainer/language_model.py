@@ -63,6 +63,10 @@ class LanguageModelReplica(ModelReplica):
     def forward(self, micro_batches: Sequence[MicroBatch], request: TokenRequest) -> RankValues:
         """Return the requested values of every label, and the routes of this stage."""
         measure = functools.partial(self._measure, request)
+        if request.in_float32:
+            with self.widened():
+                rows = self.run(micro_batches, measure, gives_hidden=self._is_chunked)
+            return RankValues(self.by_label(micro_batches, rows))
         if not request.records_routes:
             rows = self.run(micro_batches, measure, gives_hidden=self._is_chunked)
             return RankValues(self.by_label(micro_batches, rows))

@@ -6,6 +6,7 @@ selected by the loss mask (`device_batch.py`).
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -34,6 +35,7 @@ from msrl.trainer.model.outputs import HiddenStates
 from msrl.trainer.model.padding import token_multiple
 from msrl.trainer.model.rope import RotaryTable
 from msrl.trainer.model.routes import RoutingReplay
+from msrl.trainer.model.widened import in_float32
 from msrl.trainer.objective.batches import filler
 from msrl.trainer.objective.device_batch import DeviceBatch, spread, to_device
 from msrl.trainer.objective.logprobs import DistributionComparison
@@ -79,7 +81,13 @@ class ModelReplica:
         shape = self.trained_shape(source)
         padded = shape.padded_vocab_size(position.layout.tp)
         model = megatron.build_model(
-            shape, position.layout, position.dtype, position.device, padded, self.settings.recompute
+            shape,
+            position.layout,
+            position.dtype,
+            position.device,
+            padded,
+            self.settings.recompute,
+            position.logits_dtype,
         )
         self.fill_weights(megatron.named_weights(model), source)
         return model, shape
@@ -328,6 +336,19 @@ class ModelReplica:
             )
         # Without the values of fillers, which follow the micro-batches.
         return values[: len(micro_batches)]
+
+    @contextlib.contextmanager
+    def widened(self) -> Iterator[None]:
+        """Compute passes without gradients in float32, with the weights as they are."""
+        rotary, self.rotary = (
+            self.rotary,
+            RotaryTable(self.shape, torch.float32, self.position.device),
+        )
+        try:
+            with in_float32(self.model):
+                yield
+        finally:
+            self.rotary = rotary
 
     def _to_device(
         self,

@@ -118,6 +118,7 @@ class RankSettings:
     dtype: str
     seed: int
     timeout_s: float
+    logits_dtype: str | None = None  # of the output layer's product; None: `dtype`
     policy: ReplicaSettings | None = None
     reference: ReplicaSettings | None = None
     critic: ReplicaSettings | None = None

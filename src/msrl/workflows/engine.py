@@ -40,6 +40,7 @@ def engine_settings(
     model_dir: Path,
     *,
     dtype: str | None,
+    logits_dtype: str | None = None,
     max_model_len: int | None = None,
     max_num_seqs: int | None = None,
     random_weights: bool = False,
@@ -57,6 +58,7 @@ def engine_settings(
     return EngineSettings(
         model_dir=model_dir,
         dtype=dtype,
+        logits_dtype=logits_dtype,
         engine=engine.model_copy(update=lengths),
         seed=config.run.seed,
         random_weights=random_weights,

@@ -101,6 +101,22 @@ def test_sizes_that_the_engine_refuses_are_refused_before_it_starts(
     assert_mentions(refusal(settings, **engine), *fragments)
 
 
+def test_logits_in_float32_need_a_vllm_that_computes_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = replace(write_config(tmp_path), dtype="bfloat16", logits_dtype="float32")
+    assert refusal(settings) == ""
+    arguments = engine_arguments(settings, load_shape(settings.model_dir), CPU)
+    assert arguments["hf_overrides"] == {"head_dtype": "float32"}
+    engine_source.sets_logits_dtype.cache_clear()
+    # A file without `head_dtype`, as the output layer of vLLM 0.23 is.
+    monkeypatch.setattr(engine_source, "_LOGITS", "model_executor/layers/activation.py")
+    assert_mentions(refusal(settings), "model.logits_dtype=float32", "head_dtype")
+    assert refusal(replace(settings, dtype="float32")) == ""
+    assert refusal(replace(settings, logits_dtype=None)) == ""
+    engine_source.sets_logits_dtype.cache_clear()
+
+
 def test_an_engine_compiles_on_a_cpu_only_on_request(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

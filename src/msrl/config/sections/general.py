@@ -77,6 +77,12 @@ class ModelConfig(Section):
         default="bfloat16",
         description="Data type of weights and activations. bfloat16 keeps fp32 master weights.",
     )
+    logits_dtype: Literal["float32"] | None = Field(
+        default=None,
+        description="Data type in which training ranks and engines compute the product of the "
+        "output layer. float32 rounds no logits, which brings their log-probabilities closer. "
+        "Default: model.dtype.",
+    )
     template: Text | None = Field(
         default=None,
         description="Prompt template that the data must have been rendered with. "

@@ -184,10 +184,12 @@ def build_model(
     device: torch.device,
     padded_vocab_size: int,
     recompute: RecomputeConfig = NO_RECOMPUTE,
+    logits_dtype: torch.dtype | None = None,
 ) -> torch.nn.Module:
     """Return this rank's shard of the model without weights.
 
-    It is a PolicyModel, or `VirtualStages` if the rank has several virtual pipeline stages.
+    It is a PolicyModel, or `VirtualStages` if the rank has several virtual pipeline stages. Its
+    output layer computes in `logits_dtype`, or in `dtype` for None.
     Parameters have the names of `stage_tensors`.
 
     Raises:
@@ -197,7 +199,9 @@ def build_model(
     config = transformer_config(shape, layout, dtype, device, recompute)
     chunks = layout.chunks(shape.num_layers, parallel_state.get_pipeline_model_parallel_rank())
     models = [
-        _build_chunk(shape, config, number, len(chunks), layers, padded_vocab_size)
+        _build_chunk(
+            shape, config, number, len(chunks), layers, padded_vocab_size, logits_dtype or dtype
+        )
         for number, layers in enumerate(chunks)
     ]
     model = models[0] if len(models) == 1 else VirtualStages(models)
@@ -213,6 +217,7 @@ def _build_chunk(
     num_chunks: int,
     layers: Sequence[int | None],
     padded_vocab_size: int,
+    logits_dtype: torch.dtype,
 ) -> PolicyModel:
     """Return one virtual stage of this rank.
 
@@ -227,6 +232,7 @@ def _build_chunk(
     block = TransformerBlockSubmodules(layer_specs=specs, layer_norm=RmsNorm)  # pyright: ignore[reportArgumentType] - a class is taken too
     model = PolicyModel(
         shape=shape,
+        logits_dtype=logits_dtype,
         config=config,
         transformer_layer_spec=block,  # pyright: ignore[reportArgumentType]
         vocab_size=padded_vocab_size,

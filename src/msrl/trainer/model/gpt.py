@@ -7,7 +7,9 @@ vocabulary on this rank.
 
 from __future__ import annotations
 
+import contextlib
 import copy
+from collections.abc import Iterator
 from typing import Any, cast
 
 import torch
@@ -31,15 +33,26 @@ class PolicyModel(GPTModel):
     """Megatron's GPT whose last stage computes outputs only at positions of the loss mask.
 
     The shape provides what Megatron has no setting for: the scale of embeddings, a score head, and
-    the treatment of output weights and logits.
+    the treatment of output weights and logits. The output layer computes its product in
+    `logits_dtype`, which MiniMax-M1 (arXiv:2506.13585, section 3.2) and ScaleRL (arXiv:2510.13786)
+    found necessary in float32.
     """
 
-    def __init__(self, *, shape: Shape, **arguments: Any) -> None:
+    def __init__(self, *, shape: Shape, logits_dtype: torch.dtype, **arguments: Any) -> None:
         super().__init__(**arguments)
-        self._shape = shape
+        self._shape, self._logits_dtype = shape, logits_dtype
         if shape.reward_head and self.post_process:
             del self.output_layer
             self.rm_head = _score_head(self.config)
+
+    @contextlib.contextmanager
+    def logits_in(self, dtype: torch.dtype) -> Iterator[None]:
+        """Compute the product of the output layer in another dtype."""
+        configured, self._logits_dtype = self._logits_dtype, dtype
+        try:
+            yield
+        finally:
+            self._logits_dtype = configured
 
     def forward(
         self,
@@ -67,7 +80,7 @@ class PolicyModel(GPTModel):
         selected = every[loss_mask]  # [M, c]
         if self._shape.reward_head:
             return self.rm_head(selected.unsqueeze(1))[0].squeeze(1)
-        padded = pad_tokens(selected)
+        padded = pad_tokens(selected).to(self._logits_dtype)
         return self._hidden_states(padded) if gives_hidden else self._logits(padded)
 
     def _embed(self, tokens: Tensor) -> Tensor:
@@ -93,7 +106,11 @@ class PolicyModel(GPTModel):
         )
 
     def _logits(self, hidden: Tensor) -> Tensor:
-        logits, _ = self.output_layer(hidden.unsqueeze(1), weight=self._output_weight())
+        weight = self._output_weight()
+        own = cast("Tensor", self.output_layer.weight) if weight is None else weight
+        if own.dtype != hidden.dtype:
+            weight = own.to(hidden.dtype)
+        logits, _ = self.output_layer(hidden.unsqueeze(1), weight=weight)
         softcap = self._shape.logit_softcap
         return (logits if softcap is None else (logits / softcap).tanh() * softcap).squeeze(1)
 

@@ -11,10 +11,10 @@ from torch import Tensor
 class HiddenStates:
     """Last hidden states of P positions with the output layer that turns them into logits.
 
-    The logits are `values @ output_weight.T`, or softcap * tanh(logits / softcap) of them where the
-    model caps its logits.
+    The logits are `values @ output_weight.T` in the dtype of `values`, or softcap * tanh(logits /
+    softcap) of them where the model caps its logits.
     """
 
     values: Tensor  # [P, c]
-    output_weight: Tensor  # [V, c], the columns of the vocabulary on this rank
+    output_weight: Tensor  # [V, c], the columns of the vocabulary on this rank; in any dtype
     softcap: float | None = None

@@ -87,7 +87,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
             )
             if slope is not None:
                 logits.mul_(slope)
-            torch.mm(logits, weight, out=grad_hidden[rows])
+            torch.mm(logits, weight.to(logits.dtype), out=grad_hidden[rows])
             _add_product(grad_weight, logits, h)
             start = rows.stop
             del logits, slope  # free them before the next chunk
@@ -112,8 +112,11 @@ def _concatenate(chunks: tuple[Tensor | None, ...]) -> Tensor | None:
 
 
 def compute_logits(hidden: Tensor, weight: Tensor, softcap: float | None) -> Tensor:
-    """Return the logits of a few rows: hidden @ weight^T, capped if the model has a cap."""
-    logits = torch.mm(hidden, weight.t())
+    """Return the logits of a few rows: hidden @ weight^T, capped if the model has a cap.
+
+    The product is computed in the dtype of the hidden states.
+    """
+    logits = torch.mm(hidden, weight.to(hidden.dtype).t())
     return logits if softcap is None else logits.div_(softcap).tanh_().mul_(softcap)
 
 
@@ -129,7 +132,7 @@ def _add_product(total: Tensor | None, logits: Tensor, hidden: Tensor) -> None:
 
 def chunked_logprobs(
     hidden: Tensor,  # [M, c]
-    weight: Tensor,  # [V, c] of the output layer
+    weight: Tensor,  # [V, c] of the output layer, in any dtype
     labels: Tensor,  # [M]
     columns: VocabColumns,
     *,

@@ -30,12 +30,14 @@ class TokenRequest:
         model: `policy`, `reference`, `critic`, or `reward:NAME`.
         temperature: Temperature of the distributions.
         records_routes: Also return the routes of all tokens. Only the policy has them.
+        in_float32: Compute in float32 with the weights as they are, one layer at a time.
     """
 
     values: tuple[TokenValue, ...] = ("logprobs",)
     model: str = "policy"
     temperature: float = 1.0
     records_routes: bool = False
+    in_float32: bool = False
 
     @property
     def role(self) -> str:

@@ -20,7 +20,7 @@ def token_logits(output: HiddenStates, token_ids: Sequence[int], *, first: int) 
     local = torch.tensor(token_ids, device=weight.device) - first
     is_here = (local >= 0) & (local < len(weight))
     rows = weight[local.clamp(0, len(weight) - 1)]
-    logits = (output.values @ rows.t()).float()
+    logits = (output.values @ rows.to(output.values.dtype).t()).float()
     logits = reduce_from_tensor_model_parallel_region(logits.masked_fill(~is_here, 0.0))
     cap = output.softcap
     return logits if cap is None else (logits / cap).tanh() * cap

@@ -203,6 +203,7 @@ def _settings(config: Config, sampling: SamplingParams) -> dict[str, Any]:
     """Return all values that the results depend on besides the checkpoints."""
     written: dict[str, Any] = recorded(config)
     environment = {"environment": written["environment"]} if config.environment.is_on else {}
+    logits = config.model.logits_dtype
     samplings = asdict(sampling)
     del samplings["with_routes"]  # no result depends on it
     return {
@@ -214,6 +215,7 @@ def _settings(config: Config, sampling: SamplingParams) -> dict[str, Any]:
         "eval.source": config.eval.source,
         "eval.right_from": config.eval.right_from,
         "model.dtype": config.model.dtype,
+        **({} if logits is None else {"model.logits_dtype": logits}),
         "evaluate.confidence": config.evaluate.confidence,
         **environment,
         **scoring_files(config),
@@ -357,6 +359,7 @@ def _engine_settings(
         plan.config,
         hf_dir,
         dtype=plan.dtype,
+        logits_dtype=plan.config.model.logits_dtype,
         max_model_len=longest_prompt + sampling.max_tokens,
         max_num_seqs=num_prompts * sampling.num_samples,
         random_weights=True,

@@ -65,6 +65,8 @@ class StoredReference:
             "dtype": config.model.dtype,
             "seq_length": config.data.seq_length,
         }
+        if config.model.logits_dtype is not None:
+            key["logits_dtype"] = config.model.logits_dtype
         digest = hashlib.blake2b(json.dumps(key, sort_keys=True).encode(), digest_size=16)
         return self._plan.run_dir / f"reference_{digest.hexdigest()}.npz"
 

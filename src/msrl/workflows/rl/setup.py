@@ -143,6 +143,7 @@ def rollout_engine_settings(plan: RunPlan) -> EngineSettings:
         plan.config,
         plan.model.hf_dir,
         dtype=plan.dtype,
+        logits_dtype=plan.config.model.logits_dtype,
         max_model_len=plan.max_model_len,
         random_weights=True,
     )

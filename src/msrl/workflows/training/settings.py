@@ -195,6 +195,7 @@ def _common_settings(
             head_ranks=parallel.num_head_ranks,
         ),
         dtype=config.model.dtype,
+        logits_dtype=config.model.logits_dtype,
         seed=config.run.seed,
         timeout_s=config.cluster.rpc_timeout_s,
         deterministic=config.run.deterministic,
