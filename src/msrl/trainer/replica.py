@@ -35,7 +35,6 @@ from msrl.trainer.model.outputs import HiddenStates
 from msrl.trainer.model.padding import token_multiple
 from msrl.trainer.model.rope import RotaryTable
 from msrl.trainer.model.routes import RoutingReplay
-from msrl.trainer.model.widened import in_float32
 from msrl.trainer.objective.batches import filler
 from msrl.trainer.objective.device_batch import DeviceBatch, spread, to_device
 from msrl.trainer.objective.logprobs import DistributionComparison
@@ -43,6 +42,7 @@ from msrl.trainer.objective.requests import UpdateRequest
 from msrl.trainer.offload import HostMemory
 from msrl.trainer.optimizer import build_optimizer, clip_gradients, state_tensors
 from msrl.trainer.settings import ReplicaSettings, sequence_multiple
+from msrl.trainer.widened import in_float32
 from msrl.types import Floats, MicroBatch
 
 Output = Tensor | HiddenStates
