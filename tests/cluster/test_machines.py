@@ -182,13 +182,7 @@ def test_grpo_across_machines_equals_the_run_on_one(site: Site, local_run: Path)
 def test_a_run_waits_for_a_lost_machine_and_continues_when_it_has_rejoined(
     site: Site, local_run: Path
 ):
-    file = write_config(site.folder / "lost.yaml", config(site, "lost", is_local=False))
-    run = site.folder / "runs" / "lost"
-    command = site.start(1, "lost", "train-grpo", "-c", str(file))
-    deadline = time.monotonic() + LIMIT_S
-    while len(rows(run)) < 2:
-        assert command.poll() is None and time.monotonic() < deadline, site.output("lost")
-        time.sleep(0.05)
+    command, run = start_two_steps(site, config(site, "lost", is_local=False))
     lose_and_rejoin(site, 2, "lost", command)
     assert_equal(run, local_run)
 
@@ -196,16 +190,11 @@ def test_a_run_waits_for_a_lost_machine_and_continues_when_it_has_rejoined(
 def test_a_run_goes_on_after_a_machine_was_cut_off_the_network_for_a_minute(
     site: Site, local_run: Path
 ):
-    file = write_config(site.folder / "cut.yaml", config(site, "cut", is_local=False))
-    run = site.folder / "runs" / "cut"
-    command = site.start(1, "cut", "train-grpo", "-c", str(file))
-    deadline = time.monotonic() + LIMIT_S
-    while len(rows(run)) < 2:
-        assert command.poll() is None and time.monotonic() < deadline, site.output("cut")
-        time.sleep(0.05)
+    command, run = start_two_steps(site, config(site, "cut", is_local=False))
     site.machines.unplug(2)
     time.sleep(60)
     site.machines.plug(2)
+    deadline = time.monotonic() + LIMIT_S
     while command.poll() is None and "Waiting for devices" not in site.output("cut"):
         assert time.monotonic() < deadline, site.output("cut")
         time.sleep(0.2)
@@ -213,6 +202,21 @@ def test_a_run_goes_on_after_a_machine_was_cut_off_the_network_for_a_minute(
         site.join("rejoin-cut")
     assert command.wait(LIMIT_S) == 0, site.output("cut")
     assert_equal(run, local_run)
+
+
+def start_two_steps(site: Site, configuration: dict[str, Any]) -> tuple[Any, Path]:
+    """Start a run and wait for two steps; return the command, which still runs, and its folder."""
+    name = configuration["run"]["name"]
+    file, run = (
+        write_config(site.folder / f"{name}.yaml", configuration),
+        site.folder / "runs" / name,
+    )
+    command = site.start(1, name, "train-grpo", "-c", str(file))
+    deadline = time.monotonic() + LIMIT_S
+    while len(rows(run)) < 2:
+        assert command.poll() is None and time.monotonic() < deadline, site.output(name)
+        time.sleep(0.05)
+    return command, run
 
 
 def lose_and_rejoin(site: Site, machine: int, name: str, command: Any) -> None:
@@ -243,13 +247,7 @@ def test_grpo_on_three_machines_survives_the_loss_of_one_and_equals_the_run_on_o
         third.folder / "local3.yaml", config(third, "local3", is_local=True, machines=3)
     )
     succeed("train-grpo", "-c", str(local), log=third.folder / "local3.log")
-    name = "spread3"
-    settings3 = config(third, name, is_local=False, machines=3)
-    file, run = write_config(third.folder / f"{name}.yaml", settings3), third.folder / "runs" / name
-    command = third.start(1, name, "train-grpo", "-c", str(file))
-    deadline = time.monotonic() + LIMIT_S
-    while len(rows(run)) < 2:
-        assert command.poll() is None and time.monotonic() < deadline, third.output(name)
-        time.sleep(0.05)
-    lose_and_rejoin(third, 3, name, command)
+    spread = config(third, "spread3", is_local=False, machines=3)
+    command, run = start_two_steps(third, spread)
+    lose_and_rejoin(third, 3, "spread3", command)
     assert_equal(run, third.folder / "runs" / "local3")
