@@ -5,6 +5,7 @@ Options of one command are parameters of its function. `msrl --help` reads no ke
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -145,10 +146,12 @@ def takes(*options: SharedOption | str) -> Callable[[Function], Function]:
     return add
 
 
-def parameters(options: Sequence[SharedOption | str]) -> list[Any]:
+@functools.cache
+def parameters(options: tuple[SharedOption | str, ...]) -> tuple[Any, ...]:
     """Return typer's parameters of the options of `takes`. Each has the key that it sets, or None.
 
-    Building them from a signature needs no class that typer has changed between its versions.
+    Building them from a signature needs no class that typer has changed between its versions. An
+    error message needs the options of all commands, so each command's are built once.
     """
     shared: list[SharedOption] = []
     keys: dict[str, str] = {}
@@ -176,7 +179,7 @@ def parameters(options: Sequence[SharedOption | str]) -> list[Any]:
     built: list[Any] = [*typer.main.get_command(app).params]
     for parameter in built:
         parameter.key = keys.get(parameter.name)
-    return built
+    return tuple(built)
 
 
 def _annotation(entry: KeyOption, names: Mapping[str, str]) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from types import UnionType
@@ -25,6 +26,7 @@ class KeyFacts:
     types: frozenset[Any]  # that the key accepts, a list as `tuple[int]` or `tuple[str]`
 
 
+@functools.cache
 def key_facts(key: str) -> KeyFacts | None:
     """Return the facts of a dotted key, or None if the schema has no such key."""
     path = key.split(".")
