@@ -37,6 +37,12 @@ LONGEST = (
 )
 
 
+def pytest_configure() -> None:
+    import imported_ranks
+
+    imported_ranks.begin()
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if hasattr(config, "workerinput"):  # a worker of pytest-xdist
         ranks = {f"test_{name}": rank for rank, name in enumerate(LONGEST)}

@@ -12,7 +12,9 @@ from pathlib import Path
 import psutil
 import pytest
 
+import imported_ranks
 from msrl.platforms import get
+from msrl.processes import fork_template
 from msrl.processes.fork_template import RankTemplate
 from msrl.trainer.launch import LocalRanks, RankContext, RankError
 from support import python_path
@@ -20,6 +22,12 @@ from training_runs import wait_for_end
 
 pytestmark = pytest.mark.slow
 TESTS = {"PYTHONPATH": python_path()}
+
+
+@pytest.fixture(autouse=True)
+def new_interpreters(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Start every template as a new interpreter, as msrl does."""
+    monkeypatch.setattr(fork_template, "start_process", imported_ranks.start_interpreter)
 
 
 def wait_for_message(context: RankContext, payload: object) -> None:
@@ -79,7 +87,7 @@ def test_ranks_that_are_still_importing_end_immediately(tmp_path: Path) -> None:
         template = ranks._template
         assert template is not None
         ranks.end()
-        assert template._process.returncode == -signal.SIGKILL and not template._pids
+        assert template._process.poll() == -signal.SIGKILL and not template._pids
         (tmp_path / "importing").unlink()
         ranks.restart()
         assert len([next(ranks.messages()) for _ in range(2)]) == 2
@@ -117,7 +125,7 @@ def test_the_end_waits_for_ranks_that_the_driver_does_not_know(
 
     def receive_late(timeout_s: float | None) -> bool:
         """Return no message until the template has ended."""
-        return template._process.returncode is not None and receive(timeout_s)
+        return template._process.poll() is not None and receive(timeout_s)
 
     monkeypatch.setattr(template, "_receive", receive_late)
     monkeypatch.setattr(template._pipe, "send", lambda _: None)

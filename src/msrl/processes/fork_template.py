@@ -33,6 +33,33 @@ class RankProcess(Protocol):
     def wait(self) -> int: ...
 
 
+class StartedProcess(Protocol):
+    """Process that this process has started, with methods of `subprocess.Popen`."""
+
+    @property
+    def pid(self) -> int: ...
+
+    def poll(self) -> int | None: ...
+
+    def wait(self, timeout: float | None = None) -> int: ...
+
+    def kill(self) -> None: ...
+
+
+def start_process(
+    command: Sequence[str], *, env: Mapping[str, str], descriptors: Sequence[int]
+) -> StartedProcess:
+    """Start a process that inherits these file descriptors."""
+    # In a new session, so that only the driver gets signals to its process group.
+    return subprocess.Popen(
+        command,
+        env=env,
+        pass_fds=descriptors,
+        stdin=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+
+
 class RankTemplate:
     """Driver's side of a template process."""
 
@@ -49,13 +76,8 @@ class RankTemplate:
         self._pipe, child_end = connection.Pipe()
         with child_end:
             descriptor = child_end.fileno()
-            # In a new session, so that only the driver gets signals to its process group.
-            self._process = subprocess.Popen(
-                [*command, str(descriptor)],
-                env=env,
-                pass_fds=[*descriptors, descriptor],
-                stdin=subprocess.DEVNULL,
-                start_new_session=True,
+            self._process = start_process(
+                [*command, str(descriptor)], env=env, descriptors=[*descriptors, descriptor]
             )
         self._pids: dict[int, int] = {}
         self._codes: dict[int, int] = {}

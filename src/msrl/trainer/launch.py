@@ -13,7 +13,6 @@ import importlib
 import os
 import pickle
 import signal
-import subprocess
 import sys
 import time
 import traceback
@@ -29,8 +28,15 @@ from msrl import temporary
 from msrl.errors import MsrlError, ProcessFailedError
 from msrl.platforms import get
 from msrl.platforms.base import Platform
+from msrl.processes import fork_template
 from msrl.processes.child import python_command
-from msrl.processes.fork_template import ForkedRank, RankProcess, RankTemplate, fork_ranks
+from msrl.processes.fork_template import (
+    ForkedRank,
+    RankProcess,
+    RankTemplate,
+    StartedProcess,
+    fork_ranks,
+)
 from msrl.processes.parent import end_with_parent, leave_signals_to_parent
 from msrl.trainer.heartbeats import RankHeartbeats, begin_heartbeats
 
@@ -91,6 +97,7 @@ class LocalRanks:
         # PYTHONSAFEPATH: no file in the working folder replaces a module of a rank.
         self._env = {**platform.worker_environment(num_ranks), **(env or {}), "PYTHONSAFEPATH": "1"}
         self._processes: list[RankProcess] = []
+        self._started: list[StartedProcess] = []
         self._template: RankTemplate | None = None
         self._pipes: list[connection.Connection] = []
 
@@ -119,15 +126,10 @@ class LocalRanks:
             self._processes += [ForkedRank(self._template, n) for n in range(self.num_ranks)]
         else:
             for rank, descriptor in enumerate(descriptors):
-                # In a new session, so that only this process gets signals to its process group.
-                process = subprocess.Popen(
-                    _command("rank", *common, descriptor, rank),
-                    env=env,
-                    pass_fds=[descriptor],
-                    stdin=subprocess.DEVNULL,
-                    start_new_session=True,
-                )
-                self._processes.append(process)
+                command = _command("rank", *common, descriptor, rank)
+                process = fork_template.start_process(command, env=env, descriptors=[descriptor])
+                self._started.append(process)
+            self._processes += self._started
         # With a copy of its end here, the pipe of a dead rank would never report its end.
         for _, rank_end in pipes:
             rank_end.close()
@@ -150,13 +152,13 @@ class LocalRanks:
         if self._template is not None:
             self._template.end()
             self._template = None
-        for process in self._processes:
-            if isinstance(process, subprocess.Popen):
-                process.kill()
-                process.wait()
+        for process in self._started:
+            process.kill()
+            process.wait()
         for pipe in self._pipes:
             pipe.close()
         self._processes.clear()
+        self._started.clear()
         self._pipes.clear()
         self._stack.close()
 
