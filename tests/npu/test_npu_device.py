@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from msrl.platforms import get
 from msrl.platforms.npu import fusion_attention
-from msrl.trainer.model.grouped_experts import grouped_linear
+from msrl.trainer.model.grouped_products import grouped_linear
 
 
 @pytest.fixture(autouse=True)

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from safetensors.torch import save_file
 
 from msrl.errors import MsrlError
@@ -69,6 +68,8 @@ def position_on(platform: Platform) -> Any:
 def test_the_random_state_of_the_device_is_saved_and_restored(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ):
+    from megatron.core.tensor_parallel import get_cuda_rng_tracker
+
     monkeypatch.setattr(checkpoints.dist, "get_rank", lambda: 0)
     tracker: Any = get_cuda_rng_tracker()
     monkeypatch.setattr(

@@ -6,7 +6,6 @@ import json
 import numpy as np
 import psutil
 import pytest
-from transformers import AutoTokenizer
 
 from msrl.errors import MsrlError
 from msrl.rewards.score import Scorer, Source
@@ -22,8 +21,9 @@ TEXTS = ("a short one", "and this is a rather longer one, with many more words i
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     """Save a random Qwen2 reward model with a real tokenizer and without a padding token."""
+
     import torch
-    from transformers import Qwen2Config, Qwen2ForSequenceClassification
+    from transformers import AutoTokenizer, Qwen2Config, Qwen2ForSequenceClassification
 
     torch.manual_seed(0)
     folder = tmp_path_factory.mktemp("reward_model")
@@ -51,7 +51,8 @@ def folder(tmp_path_factory):
 @functools.cache
 def load(folder):
     """Return model and tokenizer."""
-    from transformers import AutoModelForSequenceClassification
+
+    from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
     model = AutoModelForSequenceClassification.from_pretrained(folder, dtype="float32").eval()
     return model, AutoTokenizer.from_pretrained(folder)

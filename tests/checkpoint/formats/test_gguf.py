@@ -6,13 +6,10 @@ import json
 import random
 from pathlib import Path
 
-import gguf
 import pytest
 import torch
-from gguf import GGMLQuantizationType as Quantization
 from safetensors.torch import load_file
 from tokenizers.pre_tokenizers import ByteLevel
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from gguf_files import MODELS, make_model, write_gguf
 from msrl.checkpoint.gguf.file import read_gguf
@@ -35,6 +32,8 @@ def convert(file: Path, save: Path, *options: str) -> int:
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.slow
 def test_a_float32_file_gives_the_weights_and_logits_of_its_model(name, tmp_path, capsys):
+    from transformers import AutoModelForCausalLM
+
     model = make_model(name)
     file = write_gguf(tmp_path / "model.gguf", name, model)
     assert convert(file, tmp_path / "hf") == 0
@@ -55,8 +54,10 @@ OTHER_TYPES = [pytest.param(t, marks=pytest.mark.full) for t in ("BF16", "Q4_0",
 @pytest.mark.parametrize("quantization", ["F16", "Q8_0", "Q4_1", *OTHER_TYPES])
 @pytest.mark.slow
 def test_a_quantized_file_gives_the_values_of_its_blocks(quantization, tmp_path, capsys):
-    model, kind = make_model("llama"), Quantization[quantization]
-    file = write_gguf(tmp_path / "model.gguf", "llama", model, kind)
+    import gguf
+
+    model, kind = make_model("llama"), gguf.GGMLQuantizationType[quantization]
+    file = write_gguf(tmp_path / "model.gguf", "llama", model, quantization)
     assert convert(file, tmp_path / "hf") == 0, capsys.readouterr()
     stored = load_file(tmp_path / "hf" / "model.safetensors")
     for name in ("model.embed_tokens.weight", "model.layers.1.mlp.down_proj.weight"):
@@ -69,7 +70,7 @@ def test_a_quantized_file_gives_the_values_of_its_blocks(quantization, tmp_path,
 
 
 def test_the_type_of_the_result_can_be_chosen(tmp_path):
-    file = write_gguf(tmp_path / "model.gguf", "qwen3", make_model("qwen3"), Quantization.Q8_0)
+    file = write_gguf(tmp_path / "model.gguf", "qwen3", make_model("qwen3"), "Q8_0")
     assert convert(file, tmp_path / "hf", "--dtype", "bf16") == 0
     stored = load_file(tmp_path / "hf" / "model.safetensors")
     assert {tensor.dtype for tensor in stored.values()} == {torch.bfloat16}
@@ -77,6 +78,8 @@ def test_the_type_of_the_result_can_be_chosen(tmp_path):
 
 
 def test_tokenizer_chat_template_and_end_tokens_are_those_of_the_file(tmp_path):
+    from transformers import AutoTokenizer
+
     changes = {"tokenizer.ggml.eot_token_id": 1}
     file = write_gguf(tmp_path / "model.gguf", "qwen2", make_model("qwen2"), changes=changes)
     assert convert(file, tmp_path / "hf", "--no-verify") == 0
@@ -93,6 +96,8 @@ def test_tokenizer_chat_template_and_end_tokens_are_those_of_the_file(tmp_path):
     "name", ["qwen2.5-0.5b-instruct", pytest.param("qwen3-4b", marks=pytest.mark.full)]
 )
 def test_texts_have_the_tokens_of_the_original_tokenizer(name, tmp_path):
+    from transformers import AutoTokenizer
+
     folder = shared_data(f"tokenizers/{name}")
     original = AutoTokenizer.from_pretrained(folder)
     merges = json.loads(original.backend_tokenizer.to_str())["model"]["merges"]
@@ -117,6 +122,9 @@ def test_texts_have_the_tokens_of_the_original_tokenizer(name, tmp_path):
 
 def test_smollm_splits_digits_before_words(tmp_path):
     """Otherwise the second of two spaces before a number would belong to the number."""
+
+    from transformers import AutoTokenizer
+
     changes = {"tokenizer.ggml.pre": "smollm", "tokenizer.ggml.merges": ["\u0120 \u0120", "1 2"]}
     model = make_model("llama")
     tokens = ["<s>", "<e>", "<p>", *sorted(ByteLevel.alphabet()), "\u0120\u0120", "12"]

@@ -6,7 +6,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-import datasets
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -54,6 +53,8 @@ def conversations(rows: list[Any]) -> list[Any]:
 
 @pytest.fixture(scope="module")
 def tables(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    import datasets
+
     folder = tmp_path_factory.mktemp("tables")
     (folder / "rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in ROWS))
     padded = datasets.Dataset.from_list(ROWS)
@@ -90,6 +91,8 @@ def test_null_members_vanish_at_every_depth_and_other_nulls_stay(tmp_path: Path)
 
 
 def test_explicit_nulls_of_json_columns_stay(tmp_path: Path):
+    import datasets
+
     rows = [{"a": {"x": None}}, {"a": [1, None]}, {"a": None}]
     datasets.Dataset.from_list(rows, on_mixed_types="use_json").to_parquet(
         str(tmp_path / "x.parquet")

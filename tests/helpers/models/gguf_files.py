@@ -6,11 +6,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import gguf
 import numpy as np
 import torch
-import transformers
-from gguf import GGMLQuantizationType as Quantization
 from tokenizers.pre_tokenizers import ByteLevel
 
 SIZES: dict[str, Any] = {
@@ -50,20 +47,30 @@ def make_model(name: str) -> Any:
 
 
 def _llama(**changes: Any) -> Any:
+    import transformers
+
     config = transformers.LlamaConfig(**SIZES, **changes)
     return transformers.LlamaForCausalLM(config)
 
 
 def _qwen3(**changes: Any) -> Any:
+    import transformers
+
     config = transformers.Qwen3Config(**SIZES, head_dim=32, **changes)
     return transformers.Qwen3ForCausalLM(config)
+
+
+def _qwen2() -> Any:
+    import transformers
+
+    return transformers.Qwen2ForCausalLM(transformers.Qwen2Config(**SIZES))
 
 
 MODELS = {
     "llama": _llama,
     "llama tied": lambda: _llama(tie_word_embeddings=True),
     "llama3": lambda: _llama(rope_parameters=LLAMA3),
-    "qwen2": lambda: transformers.Qwen2ForCausalLM(transformers.Qwen2Config(**SIZES)),
+    "qwen2": _qwen2,
     "qwen3": _qwen3,
     "qwen3 yarn": lambda: _qwen3(rope_parameters=YARN),
 }
@@ -73,13 +80,15 @@ def write_gguf(
     path: Path,
     name: str,
     model: Any,
-    quantization: Quantization = Quantization.F32,
+    quantization: str = "F32",
     changes: Mapping[str, Any] = {},
 ) -> Path:
     """Write a model with a byte-level tokenizer of 256 bytes and 32 further tokens.
 
     `changes` replaces or adds metadata; None removes an entry.
     """
+    import gguf
+
     architecture = "llama" if name.startswith("llama") else name.split()[0]
     config = model.config
     size = config.hidden_size // config.num_attention_heads
@@ -109,7 +118,7 @@ def write_gguf(
     for key, value in metadata.items():
         _add(writer, key, value)
     for tensor_name, tensor in _tensors(model, architecture, head_size).items():
-        kind = quantization if tensor.ndim > 1 else Quantization.F32
+        kind = gguf.GGMLQuantizationType[quantization if tensor.ndim > 1 else "F32"]
         data = gguf.quantize(tensor, kind)
         writer.add_tensor(tensor_name, data, raw_dtype=kind)
     writer.write_header_to_file()
@@ -119,7 +128,7 @@ def write_gguf(
     return path
 
 
-def _add(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
+def _add(writer: Any, key: str, value: Any) -> None:
     adds = {bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32}
     if isinstance(value, str):
         writer.add_string(key, value)
@@ -147,6 +156,8 @@ def _tokenizer(vocab_size: int) -> dict[str, Any]:
 
 def _tensors(model: Any, architecture: str, head_size: int) -> dict[str, np.ndarray]:
     """Return the tensors under llama.cpp's names, with its order of the rows of q and k."""
+    import gguf
+
     names = gguf.get_tensor_name_map(
         {value: key for key, value in gguf.MODEL_ARCH_NAMES.items()}[architecture],
         model.config.num_hidden_layers,

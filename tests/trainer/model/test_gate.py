@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from msrl.trainer.model.layers import _SwiGlu, gate_gradient
-
 
 def test_the_gradient_of_the_gate_agrees_with_autograd_in_both_implementations():
+    from msrl.trainer.model.layers import _SwiGlu, gate_gradient
+
     torch.manual_seed(0)
     gate_up, output_grad = (
         torch.randn(5, 1, 12, dtype=torch.float64, requires_grad=True),

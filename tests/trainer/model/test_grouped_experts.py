@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from msrl.platforms import get
-from msrl.trainer.model.grouped_experts import grouped_linear, weighted_swiglu
+from msrl.trainer.model.grouped_products import grouped_linear, weighted_swiglu
 
 COUNTS = [5, 0, 7, 1, 3]  # an expert without tokens too
 N, INPUTS, OUTPUTS = sum(COUNTS), 12, 8

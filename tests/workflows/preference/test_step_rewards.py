@@ -18,7 +18,6 @@ from tokenizers.decoders import ByteLevel as ByteLevelDecoder
 from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel
 from torch import Tensor
-from transformers import PreTrainedTokenizerFast
 
 from msrl.algorithms.packing import micro_batch
 from msrl.algorithms.step_rewards import step_losses
@@ -123,6 +122,8 @@ def test_steps_have_the_files_of_mindspeed(tokenizer: Path) -> None:
 
 
 def test_a_placeholder_that_merges_with_a_space_has_its_own_token(tmp_path: Path) -> None:
+    from transformers import PreTrainedTokenizerFast
+
     pieces = ByteLevel.alphabet()
     vocabulary = {piece: number for number, piece in enumerate([*sorted(pieces), "Ġ#"])}
     tokenizer = Tokenizer(BPE(vocabulary, [("Ġ", "#")]))

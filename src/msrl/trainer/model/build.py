@@ -33,7 +33,7 @@ from msrl.models.select import select_names
 from msrl.models.shape import Mla, Shape
 from msrl.models.stages import stage_tensors
 from msrl.platforms.base import Platform
-from msrl.trainer.model.attention import CoreAttention
+from msrl.trainer.model.core_attention import CoreAttention
 from msrl.trainer.model.experts import MixtureLayer, mixture_spec
 from msrl.trainer.model.gpt import PolicyModel
 from msrl.trainer.model.latent_attention import LatentAttention
