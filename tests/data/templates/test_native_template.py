@@ -19,6 +19,7 @@ from msrl.rollout.episodes.template import EpisodeTemplate
 from msrl.types import Conversation
 from msrl.workflows.serve.tool_parsers import tool_parser
 from support import mentions, shared_data
+from tiny_qwen2 import make_tokenizer
 
 TOOLS = [
     {
@@ -269,15 +270,14 @@ def test_an_answer_whose_thought_the_chat_template_removes_is_not_trained():
 
 
 def save_named(folder: Path, **templates: str) -> TextTokenizer:
-    """Save Qwen2.5's tokenizer with named chat templates as transformers 5 does, and open it."""
-    hf = load_tokenizer(shared_data("tokenizers", "qwen2.5-0.5b-instruct"))
+    """Save a small tokenizer with named chat templates as transformers 5 does, and open it."""
+    hf = make_tokenizer()
     hf.chat_template = templates
     hf.save_pretrained(folder)
     assert (folder / "additional_chat_templates").is_dir()
     return text_tokenizer(load_tokenizer(folder))
 
 
-@pytest.mark.slow
 def test_a_named_template_is_chosen_as_by_transformers(tmp_path: Path):
     source = hf_tokenizer("qwen2.5-0.5b-instruct").chat_template
     marked = {"default": "D" + source, "tool_use": "T" + source, "other": "{{ messages }}"}
@@ -300,7 +300,6 @@ def test_named_templates_without_a_default_are_refused_by_their_names(tmp_path: 
         renderer.examples([converse(ROWS["one turn"])])
 
 
-@pytest.mark.slow
 def test_episodes_refuse_two_templates_and_name_them(tmp_path: Path):
     tokenizer = save_named(tmp_path, default="a", tool_use="b")
     with pytest.raises(MsrlError, match=mentions("tool_use", "packaged")):
