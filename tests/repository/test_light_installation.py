@@ -34,6 +34,20 @@ rollout: {max_prompt_tokens: 100, max_response_tokens: 100, samples_per_prompt: 
 reward: {sources: [{verifier: math_17k_acc}, {verifier: strict_format}]}
 train: {steps: 3}
 """
+DISTILL = """
+model: {path: hf}
+data: {train: rows.jsonl}
+rollout: {max_prompt_tokens: 100, max_response_tokens: 100}
+algo: {distill: {teachers: [{model: hf}]}}
+train: {steps: 2}
+"""
+EVAL = """
+model: {path: hf}
+data: {eval: rows.jsonl}
+rollout: {max_prompt_tokens: 100, max_response_tokens: 100}
+reward: {sources: [{verifier: acc}]}
+evaluate: {models: [hf]}
+"""
 SCRIPT = """
 python convert_ckpt.py --load-model-type hf --save-model-type mg --model-type-hf llama2 \\
     --target-tensor-parallel-size 2 --load-dir hf --save-dir new --use-mcore-models
@@ -49,22 +63,40 @@ LIGHT = (
     "config import --from mindspeed-llm convert.sh",
     "config schema",
     "view run",
+    "view run --single-file",
     "report run",
     "train-sft --model hf --data rows.jsonl --steps 2 --dry-run",
+    "train-dpo --model hf --data pairs.jsonl --steps 2 --dry-run",
+    "train-rm --model hf --data pairs.jsonl --steps 2 --dry-run",
+    "train-grpo -c grpo.yaml --model hf --data rows.jsonl --dry-run",
+    "train-distill -c distill.yaml --dry-run",
+    "generate --model hf --prompt x --dry-run",
+    "chat --model hf --dry-run",
+    "eval -c eval.yaml --dry-run",
     "convert-ckpt hf2mcore --load hf --save new --dry-run",
     "serve hf --dry-run",
 )
 HEAVY = (
     "preprocess --input rows.jsonl --handler gsm8k --tokenizer hf --template qwen "
     "--output-prefix new",
+    "preprocess --input rows.jsonl --handler gsm8k --tokenizer hf --template qwen --show 1",
     "train-sft --model hf --data rows.jsonl --steps 2",
+    "train-dpo --model hf --data pairs.jsonl --steps 2",
+    "train-rm --model hf --data pairs.jsonl --steps 2",
+    "train-grpo -c grpo.yaml --model hf --data rows.jsonl",
+    "train-distill -c distill.yaml",
+    "eval -c eval.yaml",
     "generate --model hf --prompt x",
     "chat --model hf",
     "serve hf",
     "convert-ckpt hf2mcore --load hf --save new",
+    "convert-ckpt hf2hf --load hf --save new",
     "convert-ckpt inspect hf",
     "diagnose mismatch run",
     "cluster status",
+    "cluster up",
+    "cluster join 127.0.0.1:6379",
+    "cluster down",
 )
 
 
@@ -85,6 +117,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "run").mkdir()
     (folder / "run" / "config.yaml").write_text(GRPO)
     (folder / "run" / "metrics.jsonl").write_text('{"step": 1, "metrics": {}, "seconds": {}}\n')
+    (folder / "distill.yaml").write_text(DISTILL)
+    (folder / "eval.yaml").write_text(EVAL)
+    (folder / "pairs.jsonl").write_text('{"prompt": "1+1", "chosen": "2", "rejected": "3"}\n')
     (folder / "rows.jsonl").write_text('{"question": "1+1", "answer": "so #### 2"}\n')
     for name in ("vocab.json", "merges.txt", "tokenizer_config.json"):
         (folder / "hf" / name).write_text("{}")
