@@ -17,6 +17,9 @@ from msrl.errors import MsrlError
 T = TypeVar("T")
 
 MIN_OPEN_FILES = 256
+_REPEAT_S = 0.1
+_TIMER = (signal.ITIMER_REAL, signal.SIGALRM)
+_CPU_TIMER = (signal.ITIMER_VIRTUAL, signal.SIGVTALRM)
 _DIGITS = re.compile("[0-9]{1,18}")
 _OPEN_FILES = 65_536
 # All control characters but tab and line feed, C1 included, and direction overrides.
@@ -27,32 +30,44 @@ class TimeLimitError(Exception):
     """A computation took longer than its limit."""
 
 
-def run_within(seconds: float, function: Callable[[], T]) -> T:
-    """Call a function, and raise TimeLimitError in it after `seconds`.
+def run_within(seconds: float, function: Callable[[], T], *, of_cpu: bool = False) -> T:
+    """Call a function, and raise TimeLimitError in it after `seconds`, `of_cpu` time or passed.
 
-    It uses SIGALRM, so it has no effect outside of the main thread. A timer that was set before is
-    restored. A function that fails in a long call of C code raises its own error.
+    It uses SIGALRM or SIGVTALRM, so it has no effect outside of the main thread. A timer that was
+    set before is restored. A function that fails in a long call of C code raises its own error. In
+    a function that catches all errors, the error is raised again and again until it ends.
     """
     if threading.current_thread() is not threading.main_thread():
         return function()
-    is_running = True
+    is_running, error = True, TimeLimitError(f"takes longer than {seconds:g} s")
+    is_late = False
+    timer, number = _CPU_TIMER if of_cpu else _TIMER
 
     def expire(number: int, frame: FrameType | None) -> None:
+        nonlocal is_late
         if is_running:  # Python calls this function after the call of C code that it interrupts
-            raise TimeLimitError(f"takes longer than {seconds:g} s")
+            is_late = True
+            raise error
 
-    handler = signal.signal(signal.SIGALRM, expire)
-    start = time.monotonic()
-    remaining_s, interval_s = signal.setitimer(signal.ITIMER_REAL, seconds)
+    handler = signal.signal(number, expire)
+    start = _clock(of_cpu)
+    remaining_s, interval_s = signal.setitimer(timer, seconds, _REPEAT_S)
     try:
-        return function()
+        result = function()
     finally:
         is_running = False
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, handler)
+        signal.setitimer(timer, 0)
+        signal.signal(number, handler)
         if remaining_s:
-            left_s = max(1e-3, remaining_s - (time.monotonic() - start))
-            signal.setitimer(signal.ITIMER_REAL, left_s, interval_s)
+            left_s = max(1e-3, remaining_s - (_clock(of_cpu) - start))
+            signal.setitimer(timer, left_s, interval_s)
+    if is_late:
+        raise error
+    return result
+
+
+def _clock(of_cpu: bool) -> float:
+    return time.process_time() if of_cpu else time.monotonic()
 
 
 def whole_number(text: str) -> int | None:

@@ -9,7 +9,9 @@ import time
 import pytest
 
 from msrl import registry
-from msrl.rewards.math.equality import equal
+from msrl.limits import TimeLimitError
+from msrl.rewards.math import equality
+from msrl.rewards.math.equality import are_equal, boxed_formula, equal, formula
 from msrl.rewards.math.extract import ground_truth, in_order, last_boxed
 from msrl.rewards.math.notation import intervals, unify
 from msrl.rewards.math.numbers import amount, is_qualified
@@ -1034,6 +1036,75 @@ def test_hostile_answers_are_compared_in_milliseconds(piece):
         amount(text[:4096])
         is_qualified(text[:4096])
     assert time.process_time() - start < 2
+
+
+UNBOUNDED = [
+    "10^{10^{10}}",
+    "10^{-10^{10}}",
+    "9^{9^{9^{9}}}",
+    "2^{100000000}",
+    "(10^6)!",
+    "10^5!!",
+    r"\Gamma(10^9)",
+    r"\binom{1000000000}{500000000}",
+    r"\binom{\binom{1000}{500}}{\binom{100}{50}}",
+    r"\gcd(10^{10^8}, 3)",
+    r"\prod_{k=1}^{10^7} k",
+    r"\sum_{k=1}^{10^9} 2^k",
+    r"\sin(10^{10^9})",
+    r"\log(10^{10^{10}})",
+    r"\frac{10^{10^9}}{3}",
+    "e^{10^{10}}",
+    "1.5^{123456789}",
+    "0.1^{10^9}",
+    "(1+x)^{100000}",
+    "(1+x+y)^{3000}",
+    "x^{1000000000}-1",
+    "9" * 4000 + "^{9999}",
+    r"\begin{pmatrix}1&2\\3&4\end{pmatrix}^{1000000000}",
+    r"\operatorname{eye}(1000000000)",
+    r"\operatorname{zeros}(100000, 100000)",
+    r"(1, 10^{10^{10}})",
+    r"x > 10^{10^{10}}",
+    r"10^{10^{10}}\%",
+]
+
+
+@pytest.mark.parametrize("response", UNBOUNDED)
+def test_a_value_without_bounds_is_not_computed(response):
+    start = time.process_time()
+    assert not equal("5.5", response, tolerance=1e-4, percent=True)
+    assert not equal(response, "5.5", tolerance=1e-4, percent=True)
+    assert equal(response, f"${response}$")
+    assert not are_equal(formula("x"), boxed_formula(rf"\boxed{{{response}}}"))
+    assert time.process_time() - start < 10
+
+
+@pytest.mark.parametrize(
+    ("answer", "response"),
+    [
+        ("2^{2024}-1", "2^{2023} \\cdot 2 - 1"),
+        ("100!", "100 \\cdot 99!"),
+        (r"\binom{1000}{500}", r"\binom{1000}{500}+0"),
+        (r"\binom{10^9}{2}", "499999999500000000"),
+        (r"\sum_{k=1}^{10^6} k", "500000500000"),
+        (r"\prod_{k=1}^{10} k", "3628800"),
+        ("3^{2^{10}}", "9^{512}"),
+        ("(a+b)^{10}", "(b+a)^{10}"),
+        ("2^{n+1}", r"2 \cdot 2^n"),
+        (r"\gcd(12, 18)", "6"),
+        ("10^{-300}", r"\frac{1}{10^{300}}"),
+        ("(-1)^{10^{9}}", "1"),
+    ],
+)
+def test_large_values_within_the_bounds_are_compared(answer, response):
+    assert equal(answer, response)
+
+
+def test_a_comparison_that_takes_long_ends_with_an_error(monkeypatch):
+    monkeypatch.setattr(equality, "MAX_SECONDS", 0.05)
+    with pytest.raises(TimeLimitError):
+        equal("5.5", r"\sum_{k=1}^{10^9} \frac{1}{k^3+k+1}")
 
 
 def test_real_gsm8k_answers_score_right_and_neighboring_numbers_wrong():

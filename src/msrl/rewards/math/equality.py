@@ -1,7 +1,9 @@
 """Equality of mathematical answers: text and numbers first, then math-verify's symbolic comparison.
 
-The symbolic comparison may take unlimited time and memory. It runs in the workers of `pool.py`,
-which are killed at their limits, so math-verify's timeouts (signals) are disabled.
+Formulas whose values exceed the bounds of `bounds.py` are not computed. The symbolic comparison of
+others may still take long. It runs in the workers of `pool.py`, which are killed at their limits,
+and `MAX_SECONDS` ends it in other processes. math-verify's own timeouts would change the signals of
+a worker, so they are disabled.
 """
 
 from __future__ import annotations
@@ -19,11 +21,14 @@ from mpmath.libmp import to_rational
 from sympy import Expr
 from sympy.core.function import AppliedUndef
 
+from msrl.limits import run_within
+from msrl.rewards.math.bounds import UnboundedError, is_computed_while_parsed, require_bounded
 from msrl.rewards.math.notation import intervals, unify
 from msrl.rewards.math.numbers import amount, comparable, is_qualified, number
 from msrl.rewards.math.quantities import are_opposite, same_amounts, same_time
 
 MAX_CHARACTERS = 4096
+MAX_SECONDS = 30.0  # of CPU time
 _ROUNDING = Fraction(1, 10**9)
 _CLOSE = Fraction(1, 100)
 _SMALL = Fraction(1, 1000)  # below this, six decimals are less than three significant digits
@@ -101,7 +106,11 @@ def equal(answer: str, response: str, *, tolerance: float = 0.0, percent: bool =
     Plain integers, decimals and fractions are compared exactly; words and choice letters as text,
     ignoring case; consecutive letters (`xyz`) as a product of variables; everything else by
     math-verify. math-verify ignores the order of sets but not of tuples and intervals, drops units,
-    and reads `x=5` as 5. A response that it cannot parse completely is different.
+    and reads `x=5` as 5. A response that it cannot parse completely is different, and so is one
+    with a value of more than 30,000 digits, unless its text is that of the ground truth.
+
+    Raises:
+        TimeLimitError: The comparison needs more than `MAX_SECONDS`, in the main thread.
 
     Args:
         answer: Ground truth.
@@ -138,7 +147,11 @@ def _equal_values(answer: str, response: str, tolerance: float, percent: bool) -
     compared = _compare_compound(answer, response, tolerance, percent)
     if compared is not None:
         return compared
-    return _symbolically_equal(answer, response, tolerance, percent)
+    return run_within(
+        MAX_SECONDS,
+        lambda: _symbolically_equal(answer, response, tolerance, percent),
+        of_cpu=True,
+    )
 
 
 def _compare_quantities(answer: str, response: str, tolerance: float, percent: bool) -> bool | None:
@@ -521,17 +534,24 @@ def formula(text: str) -> list[Any]:
 
 
 def boxed_formula(text: str) -> list[Any]:
-    """Return the parsed formula in the box of a text; empty if no box can be parsed.
+    """Return the parsed formula in the box of a text; empty if no box can be parsed in its bounds.
 
     By default, math-verify searches a box that it cannot parse for other formulas and returns the
     last fraction in it.
     """
-    return parse(
+    if is_computed_while_parsed(text):
+        return []
+    parsed = parse(
         text,
         extraction_config=_BOX,
         extraction_mode="first_match",
         parsing_timeout=None,  # type: ignore[arg-type]
     )
+    try:
+        require_bounded(parsed[0] if parsed else None)
+    except UnboundedError:
+        return []
+    return parsed
 
 
 def _value(parsed: list[Any]) -> Fraction | None:

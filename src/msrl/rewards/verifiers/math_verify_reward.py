@@ -8,7 +8,14 @@ this name, whose timeout works only in the main thread; here the process is kill
 
 from __future__ import annotations
 
-from msrl.rewards.math.equality import MAX_CHARACTERS, are_equal, boxed_formula, formula
+from msrl.limits import run_within
+from msrl.rewards.math.equality import (
+    MAX_CHARACTERS,
+    MAX_SECONDS,
+    are_equal,
+    boxed_formula,
+    formula,
+)
 from msrl.rewards.math.extract import explain_box, ground_truth, truth_refusal
 from msrl.rewards.verifiers.base_acc import FORM, has_form
 
@@ -18,13 +25,22 @@ answer_refusal = truth_refusal
 
 
 def score(response: str, answer: str) -> float:
-    """Return 1.0 or 0.0; an answer of more than 4096 characters is wrong."""
+    """Return 1.0 or 0.0.
+
+    An answer of more than 4096 characters, or with a value of more than 30,000 digits, is wrong.
+    """
     if not has_form(response):
         return WRONG
     claimed = response.rpartition("<answer>")[2].rpartition("</answer>")[0]
     if len(claimed) > MAX_CHARACTERS:
         return WRONG
-    return 1.0 if are_equal(formula(ground_truth(answer)), boxed_formula(claimed)) else WRONG
+    return (
+        1.0 if run_within(MAX_SECONDS, lambda: _is_right(claimed, answer), of_cpu=True) else WRONG
+    )
+
+
+def _is_right(claimed: str, answer: str) -> bool:
+    return are_equal(formula(ground_truth(answer)), boxed_formula(claimed))
 
 
 def explain(response: str, answer: str) -> str:
