@@ -185,6 +185,9 @@ attempts = {
     "pipe": lambda: fcntl.fcntl(os.pipe()[0], 1031, 1 << 20),
     "socket": lambda: a.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 20),
     "files": lambda: open("/dev/shm/a", "wb").write(b"x" * (9 << 20)),
+    "input": lambda: os.write(0, b"x"),
+    "longer input": lambda: os.ftruncate(os.open("/proc/self/fd/0", os.O_RDWR), 1 << 20),
+    "rules": lambda: 1 / (libc.syscall(444, None, 0, 1) + 1),  # landlock_create_ruleset
 }
 for name in ("vmsplice", "shmget", "inotify_init1", "inotify_init"):
     attempts[name] = lambda name=name: 1 / (getattr(libc, name)(1, 1, 1, 0) + 1)
@@ -250,6 +253,27 @@ def test_a_daemon_ends_with_the_case_that_started_it():
     assert (first.stdout, second.stdout) == ("True\n", "True\n")
     assert time.monotonic() - start < 20  # it sleeps for 60 s
     assert inside() == []
+
+
+@needs_namespaces
+def test_a_program_cannot_limit_the_process_that_watches_it():
+    """The kernel asks for no right but the same user, and the process could not watch any more."""
+    program = """
+import os, resource
+own = resource.prlimit(0, resource.RLIMIT_NOFILE, (32, 32))
+resource.setrlimit(resource.RLIMIT_CPU, (2, 2))
+for kind in range(16):
+    for other in (1, os.getppid(), -1):
+        try:
+            resource.prlimit(other, kind, (0, 0)); print(kind, other)
+        except PermissionError: pass
+        try:
+            os.setpriority(os.PRIO_PROCESS, 1, 19); print("priority")
+        except PermissionError: pass
+print(own == (64, 64), resource.getrlimit(resource.RLIMIT_NOFILE))
+"""
+    case = run_program(program)
+    assert (case.status, case.stdout) == ("ok", "True (32, 32)\n"), case
 
 
 @needs_namespaces

@@ -23,6 +23,7 @@ from __future__ import annotations
 import base64
 import contextlib
 import ctypes
+import fcntl
 import json
 import math
 import os
@@ -64,16 +65,16 @@ MAX_STDERR = 4000
 # the kernel that exercise programs do not need: memfd_create shmget msgget semget unshare setns
 # mount ptrace process_vm_readv/writev add_key request_key keyctl bpf perf_event_open userfaultfd
 # io_uring_setup/enter/register memfd_secret open_by_handle_at vmsplice io_setup inotify_init1
-# fanotify_init (inotify_init).
+# fanotify_init landlock_create_ruleset (inotify_init).
 # fmt: off
 DENIED_CALLS = {
     "x86_64": (0xC000003E, (
         319, 29, 68, 64, 272, 308, 165, 101, 310, 311, 248, 249, 250, 321, 298, 323, 425, 426, 427,
-        447, 304, 278, 206, 294, 300, 253,
+        447, 304, 278, 206, 294, 300, 444, 253,
     )),
     "aarch64": (0xC00000B7, (
         279, 194, 186, 190, 97, 268, 40, 117, 270, 271, 217, 218, 219, 280, 241, 282, 425, 426, 427,
-        447, 265, 75, 0, 26, 262,
+        447, 265, 75, 0, 26, 262, 444,
     )),
 }
 # fmt: on
@@ -89,6 +90,11 @@ CALL_NUMBERS = {
     "x86_64": {"mmap": 9, "fcntl": 72, "setsockopt": 54, "prctl": 157},
     "aarch64": {"mmap": 222, "fcntl": 25, "setsockopt": 208, "prctl": 167},
 }
+# System call `prlimit64`, which may only concern the calling process: any other process of the same
+# user accepts new limits, also the watching one.
+LIMIT_CALL = {"x86_64": 302, "aarch64": 261}
+# All seals of a memfd (fcntl(2)): a program cannot change its input, or keep memory in it.
+ADD_SEALS, ALL_SEALS = 1033, 0xF
 # System calls `socket` and `socketpair`. Other families (vsock, netlink, packet, ...) are not
 # confined by the network namespace, or reach parts of the kernel that programs do not need.
 SOCKET_CALLS = {"x86_64": (41, 53), "aarch64": (198, 199)}
@@ -344,11 +350,12 @@ def _run_case(job: dict, text: str, end: float) -> tuple[str, bytes, bytes]:
     Returns:
         The status (ok, error, timeout, memory, output), standard output and standard error.
     """
-    data = os.memfd_create("input")
+    data = os.memfd_create("input", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     unwritten = memoryview(text.encode("utf-8", "surrogatepass"))
     while unwritten:
         unwritten = unwritten[os.write(data, unwritten) :]
     os.lseek(data, 0, os.SEEK_SET)
+    fcntl.fcntl(data, ADD_SEALS, ALL_SEALS)
     out, err = os.pipe(), os.pipe()
     kills = _memory_kills(job)
     child = os.fork()
@@ -536,9 +543,9 @@ def _limits(job: dict) -> dict[str, int]:
 def _filter_calls() -> None:
     """Install the seccomp filter.
 
-    DENIED_CALLS and DENIED_VALUES fail with EPERM, and sockets of other families than
-    SOCKET_FAMILIES with EAFNOSUPPORT. A call of another architecture (32 bits, x32) kills the
-    process.
+    DENIED_CALLS, DENIED_VALUES and limits of other processes fail with EPERM, and sockets of other
+    families than SOCKET_FAMILIES with EAFNOSUPPORT. A call of another architecture (32 bits, x32)
+    kills the process.
     """
     architecture, denied = DENIED_CALLS[platform.machine()]
     kill, allow, deny = 0x80000000, 0x7FFF0000, 0x00050001
@@ -549,6 +556,8 @@ def _filter_calls() -> None:
         steps += [(equal, 0, 5, CALL_NUMBERS[platform.machine()][name])]
         steps += [(load, 0, 0, 16 + 8 * index), (both, 0, 0, mask), (equal, 0, 1, value)]
         steps += [(ret, 0, 0, deny), (load, 0, 0, 0)]
+    steps += [(equal, 0, 4, LIMIT_CALL[platform.machine()]), (load, 0, 0, 16), (equal, 1, 0, 0)]
+    steps += [(ret, 0, 0, deny), (load, 0, 0, 0)]
     socket, pair = SOCKET_CALLS[platform.machine()]
     families = len(SOCKET_FAMILIES)
     sockets = [(equal, 1, 0, socket), (equal, 0, families + 2, pair), (load, 0, 0, 16)]
