@@ -7,6 +7,7 @@ import json
 import os
 import re
 import threading
+import time
 import urllib.parse
 import urllib.request
 from collections.abc import Iterator
@@ -503,6 +504,20 @@ def test_the_server_answers_only_requests_that_name_it(served: ViewServer):
     assert ask(served, "/", Origin=f"http://127.0.0.1:{port}", **cookie) == 200
     for path in ("/data/", "/../grpo", "/%00", "/index.html%00"):
         assert ask(served, path, **cookie) == 404
+
+
+def test_hostile_headers_are_answered_at_once(
+    served: ViewServer, capfd: pytest.CaptureFixture[str]
+):
+    start = time.process_time()
+    for cookie in ('a="' + "\\" * 60_000 + '"', 'a="' + "\\1" * 30_000 + '"', "a=b;" * 15_000):
+        assert ask(served, "/", Cookie=cookie) == 403
+    for path in ("http://[", "http://[x]/"):
+        assert ask(served, path) == 400
+    for length in ("9" * 5000, "\xb2", "-1", ""):
+        assert send(served, "POST", "/notes", "{}", **{"Content-Length": length}).status == 400
+    assert time.process_time() - start < 5
+    assert "Traceback" not in capfd.readouterr().err
 
 
 def test_only_the_printed_link_opens_the_view(

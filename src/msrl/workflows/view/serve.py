@@ -12,7 +12,6 @@ import time
 from collections.abc import Mapping, Sequence
 from functools import partial
 from http import HTTPStatus
-from http.cookies import CookieError, SimpleCookie
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 from urllib.parse import parse_qs, unquote, urlsplit
@@ -20,7 +19,7 @@ from urllib.parse import parse_qs, unquote, urlsplit
 from pydantic import BaseModel, Field
 
 from msrl.errors import MsrlError
-from msrl.limits import printable
+from msrl.limits import printable, whole_number
 from msrl.tracking.run import write_notes
 from msrl.workflows.view.build import View
 
@@ -68,7 +67,11 @@ class ViewHandler(SimpleHTTPRequestHandler):
 
     def send_head(self) -> Any:
         """Send the headers of a file, or refuse the request."""
-        url, token = urlsplit(self.path), self.server.token
+        token = self.server.token
+        try:
+            url = urlsplit(self.path)
+        except ValueError:  # such as http://[
+            return self.send_error(HTTPStatus.BAD_REQUEST)
         query = parse_qs(url.query)
         is_link = token is not None and _is_equal(query.get("token", [""])[-1], token)
         reason = self._refusal(is_link=is_link)
@@ -124,15 +127,15 @@ class ViewHandler(SimpleHTTPRequestHandler):
 
     def do_POST(self) -> None:
         """Save the tags and the note of a run."""
-        length = self.headers.get("Content-Length", "")
+        length = whole_number(self.headers.get("Content-Length", ""))
         # Other sites can send requests without an origin only to be shown as pages.
         reason = self._refusal() or ("no origin" if not self.headers.get("Origin") else None)
         if reason is not None:
             return self.send_error(HTTPStatus.FORBIDDEN, reason)
-        if self.path != "/notes" or not length.isdecimal() or int(length) > _MAX_NOTE_BYTES:
+        if self.path != "/notes" or length is None or length > _MAX_NOTE_BYTES:
             return self.send_error(HTTPStatus.BAD_REQUEST)
         try:
-            note = _Note.model_validate_json(self.rfile.read(int(length)))
+            note = _Note.model_validate_json(self.rfile.read(length))
             write_notes(self.server.view.runs[note.run], note.tags, note.note)
         except (ValueError, IndexError):
             return self.send_error(HTTPStatus.BAD_REQUEST)
@@ -142,11 +145,9 @@ class ViewHandler(SimpleHTTPRequestHandler):
         return self.end_headers()
 
     def _cookie(self, name: str) -> str:
-        try:
-            cookies = SimpleCookie(self.headers.get("Cookie", ""))
-        except CookieError:
-            return ""
-        return cookies[name].value if name in cookies else ""
+        """Return a cookie. SimpleCookie needs quadratic time for backslashes in some versions."""
+        pairs = (pair.strip().partition("=") for pair in self.headers.get("Cookie", "").split(";"))
+        return next((value for key, _, value in pairs if key == name), "")
 
     def list_directory(self, path: object) -> None:
         """Refuse to list folders."""
