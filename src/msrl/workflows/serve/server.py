@@ -20,6 +20,7 @@ from msrl.limits import printable
 from msrl.rollout.engine import EngineSettings
 from msrl.rollout.server import ServerSettings, server_command, server_environment
 from msrl.rollout.server_access import free_port, read_api_key, server_url
+from msrl.types import Conversation, Message
 from msrl.workflows.engine import (
     check_engine,
     choose_renderer,
@@ -51,6 +52,8 @@ class ServeSetup:
 def prepare(config: Config) -> ServeSetup:
     """Check the model, its template, the address and the API key, without starting anything.
 
+    The template must render a question, since the server would refuse every conversation otherwise.
+
     Raises:
         MsrlError: One of them is not valid.
     """
@@ -61,6 +64,7 @@ def prepare(config: Config) -> ServeSetup:
     renderer = choose_renderer(model.tokenizer_dir, section.template, day=section.date)
     if warning := other_template(model.tokenizer_dir, renderer):
         _print_note(warning)
+    renderer.prompt(Conversation((Message("user", "?"),)))
     parser = tool_parser(renderer) if section.tools is None else section.tools
     key, source = read_api_key(section.api_key_file) or (None, "")
     return ServeSetup(
