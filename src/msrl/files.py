@@ -19,6 +19,7 @@ _END_BYTES = 1 << 20
 FULL_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 MAX_NAME_BYTES = 255  # of the name of a file on Linux
 MAX_TEXT_BYTES = 2 << 20  # of a file that people write
+MAX_JSON_BYTES = 64 << 20  # of a file of records, such as an index of weight files
 
 
 def read_user_text(path: Path) -> str:
@@ -38,6 +39,23 @@ def read_user_text(path: Path) -> str:
         return content.decode("utf-8")
     except UnicodeDecodeError:
         raise MsrlError(f"{path}: is not UTF-8 text") from None
+
+
+def read_text_within(path: Path, max_bytes: int = MAX_JSON_BYTES) -> str:
+    """Return the text of a file in a folder of others, such as a manifest.
+
+    Raises:
+        MsrlError: It is a pipe or device, whose reading may never end, or is too large.
+        OSError: It cannot be read.
+        UnicodeDecodeError: It is not UTF-8.
+    """
+    if path.exists() and not path.is_file():
+        raise MsrlError(f"{path}: is not a file. Restore it.")
+    with path.open("rb") as file:
+        content = file.read(max_bytes + 1)
+    if len(content) > max_bytes:
+        raise MsrlError(f"{path}: is larger than {max_bytes >> 20} MiB. Restore it.")
+    return content.decode("utf-8")
 
 
 @contextlib.contextmanager

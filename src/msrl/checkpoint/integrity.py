@@ -32,7 +32,7 @@ from msrl.checkpoint.threads import in_parallel
 from msrl.checkpoint.torch_files.whole_files import check_records
 from msrl.checksums import file_crc32
 from msrl.errors import MALFORMED, ManyErrors, MsrlError
-from msrl.files import is_file_name
+from msrl.files import is_file_name, read_text_within
 
 Depth = Literal["sizes", "archives", "checksums"]
 """Thoroughness of a check: sizes, also CRC-32s within archives, also checksums of the manifest."""
@@ -190,7 +190,7 @@ def _hf_weight_files(folder: Path) -> list[str]:
 def _indexed_files(index: Path) -> list[str]:
     """Return the existing files that an index names."""
     try:
-        weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        weight_map = json.loads(read_text_within(index))["weight_map"]
         names = sorted({str(name) for name in weight_map.values()})
     except MALFORMED as error:
         raise MsrlError(f"{index}: not an index of weight files ({error!r})") from error

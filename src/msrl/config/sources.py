@@ -52,6 +52,7 @@ class Node:
 # Limits for hostile files. No configuration comes close to them.
 _MAX_DIGITS = 300
 _MAX_NODES = 100_000
+_MAX_DEPTH = 100
 _INT = re.compile(r"[-+]?[0-9][0-9_]*$")
 _HEX = re.compile(r"0x[0-9a-fA-F]+$")
 _FLOAT = re.compile(r"[-+]?(\.[0-9]+|[0-9][0-9_]*(\.[0-9]*)?)([eE][-+]?[0-9]+)?$")
@@ -117,16 +118,14 @@ def parse(text: str, name: str, *, located: bool = True, is_old: bool = False) -
             aliases expanded.
     """
     try:
-        return _parsed(text, name, located=located, is_old=is_old)
-    except RecursionError:
-        raise MsrlError(f"{name}: is nested too deeply. Use fewer levels.") from None
-
-
-def _parsed(text: str, name: str, *, located: bool, is_old: bool) -> Node:
-    try:
         document = _Loader(text).get_single_node()
     except _TooManyValuesError:
         raise _too_many_values(Origin(name)) from None
+    except _TooDeepError as error:
+        origin = Origin(name, error.args[0] if located else None)
+        raise MsrlError(
+            f"{origin}: is nested too deeply. Use at most {_MAX_DEPTH} levels."
+        ) from None
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         where = f"{name}:{mark.line + 1}" if mark and located else name
@@ -135,7 +134,8 @@ def _parsed(text: str, name: str, *, located: bool, is_old: bool) -> Node:
         raise MsrlError(
             f"{where}: not valid YAML: {error.problem or error.context}{hint}"
         ) from None
-    except yaml.YAMLError as error:
+    # ValueError: a version of YAML of thousands of digits.
+    except (yaml.YAMLError, ValueError) as error:
         raise MsrlError(f"{name}: not valid YAML: {error}") from None
     if document is None:
         return Node(None, Origin(name), "")
@@ -150,17 +150,38 @@ class _TooManyValuesError(Exception):
     """A file has more values than a configuration may have."""
 
 
+class _TooDeepError(Exception):
+    """A file has more levels than a configuration may have, from the line in its argument on."""
+
+
 class _Loader(yaml.SafeLoader):
-    """Loader that stops at too many values: PyYAML needs a minute for a million."""
+    """Loader that stops at too many values and levels.
+
+    PyYAML needs a minute for a million values, and its time grows with the square of the levels.
+    """
 
     num_nodes = 0
+    depth = 0
 
     def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
         """Return the next node."""
         self.num_nodes += 1
         if self.num_nodes > _MAX_NODES:
             raise _TooManyValuesError
-        return super().compose_node(parent, index)
+        self.depth += 1
+        self._require_depth(self.depth)
+        node = super().compose_node(parent, index)
+        self.depth -= 1
+        return node
+
+    def fetch_flow_collection_start(self, TokenClass: Any) -> None:  # noqa: N803 - as in PyYAML
+        """Read an opening bracket. The scanner reads many of them before their nodes."""
+        self._require_depth(self.flow_level)
+        cast("Any", super()).fetch_flow_collection_start(TokenClass)
+
+    def _require_depth(self, depth: int) -> None:
+        if depth > _MAX_DEPTH:
+            raise _TooDeepError(cast("Any", self).get_mark().line + 1)
 
 
 def _too_many_values(origin: Origin) -> MsrlError:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from msrl.errors import MsrlError
-from msrl.files import digest_of_ends
+from msrl.files import digest_of_ends, read_text_within
 from msrl.types import DatasetManifest
 
 KEYS = {
@@ -129,7 +129,7 @@ def read_manifest(prefix: str) -> DatasetManifest | None:
         return None
     known = {field.name for field in dataclasses.fields(DatasetManifest)}
     try:
-        loaded: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        loaded: dict[str, Any] = json.loads(read_text_within(path))
         values: dict[str, Any] = {
             key: tuple(value) if isinstance(value, list) else value
             for key, value in loaded.items()

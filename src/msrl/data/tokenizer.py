@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from msrl.data.backends import build as build_backend
 from msrl.errors import MsrlError
+from msrl.files import read_text_within
 from msrl.limits import printable
 from msrl.packages import missing_package
 
@@ -192,7 +193,7 @@ def _read_object(path: Path) -> dict[str, Any]:
     """Return the JSON object in a file; an empty one if there is none."""
     if not path.is_file():
         return {}
-    contents = json.loads(path.read_text(encoding="utf-8"))
+    contents = json.loads(read_text_within(path))
     return contents if isinstance(contents, dict) else {}
 
 

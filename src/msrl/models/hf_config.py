@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, NoReturn, cast
 
 from msrl.errors import MsrlError
+from msrl.files import read_text_within
 from msrl.strict_json import loads
 
 DTYPES = ("bfloat16", "float16", "float32")
@@ -175,7 +176,7 @@ def end_tokens(folder: Path) -> tuple[int, ...]:
     if not file.is_file():
         return ()
     try:
-        values: Any = loads(file.read_text(encoding="utf-8"))
+        values: Any = loads(read_text_within(file, MAX_FILE_BYTES))
         token_ids: Any = values.get("eos_token_id")
     except (ValueError, RecursionError, AttributeError) as error:
         raise MsrlError(f"{file}: not a JSON object ({error}). Restore the file.") from error

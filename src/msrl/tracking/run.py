@@ -34,7 +34,7 @@ from typing import IO, Any
 import yaml
 
 from msrl.errors import MsrlError
-from msrl.files import take_lock, why_not_writable, write_text
+from msrl.files import read_text_within, take_lock, why_not_writable, write_text
 from msrl.tracking.log_file import FILE_NAME as LOG
 from msrl.tracking.metrics import FILE_NAME as METRICS
 
@@ -279,10 +279,18 @@ def read_notes(path: Path) -> dict[str, Any]:
     """Return the tags and note that users gave a run."""
     file = path / NOTES
     try:
-        value = json.loads(file.read_bytes()) if file.is_file() else {}
+        value = json.loads(read_text_within(file)) if file.is_file() else {}
         tags = value.get("tags", [])
         return {"tags": [tag for tag in tags if isinstance(tag, str)], "note": str(value["note"])}
-    except (OSError, ValueError, RecursionError, AttributeError, KeyError, TypeError):
+    except (
+        MsrlError,
+        OSError,
+        ValueError,
+        RecursionError,
+        AttributeError,
+        KeyError,
+        TypeError,
+    ):
         return {"tags": [], "note": ""}
 
 

@@ -24,6 +24,7 @@ from msrl.checkpoint.adapters.merge import Adapter, Delta
 from msrl.checkpoint.atomic_folder import staged_folder
 from msrl.checkpoint.hf.weight_files import open_safetensors, open_torch
 from msrl.errors import MsrlError
+from msrl.files import read_text_within
 from msrl.models.families import all_rules
 from msrl.models.shape import Shape
 from msrl.strict_json import loads
@@ -94,7 +95,7 @@ def read_peft(folder: Path) -> Adapter:
 
 def _config(path: Path) -> dict[str, Any]:
     try:
-        config = loads(path.read_text(encoding="utf-8"))
+        config = loads(read_text_within(path))
     except (ValueError, RecursionError) as error:
         raise MsrlError(f"{path}: not valid JSON: {error}") from error
     if not isinstance(config, dict) or config.get("peft_type") != "LORA":

@@ -15,7 +15,7 @@ from typing import Any
 
 from msrl.checkpoint.hf.writer import Record
 from msrl.errors import MALFORMED, MsrlError
-from msrl.files import write_text
+from msrl.files import read_text_within, write_text
 from msrl.models.families import num_parameters
 from msrl.models.paths import MANIFEST
 from msrl.models.shape import Shape
@@ -49,7 +49,7 @@ def hf_manifest_files(folder: Path) -> dict[str, Record] | None:
     if not path.is_file():
         return None
     try:
-        contents: Any = json.loads(path.read_text(encoding="utf-8"))
+        contents: Any = json.loads(read_text_within(path))
         if contents["format"] != 1 or contents["kind"] != _KIND:
             raise ValueError("unknown manifest format")
         return {

@@ -22,7 +22,7 @@ from torch import Tensor
 from msrl.checkpoint.dtypes import BY_SAFETENSORS_NAME, SAFETENSORS_NAMES
 from msrl.checkpoint.torch_files.reader import TensorSpec, read_torch_file, tensor_spec
 from msrl.errors import MALFORMED, ManyErrors, MsrlError
-from msrl.files import is_file_name
+from msrl.files import is_file_name, read_text_within
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -155,7 +155,7 @@ def _weight_files(folder: Path) -> tuple[str, dict[str, set[str] | None]]:
 
 def _read_index(folder: Path, index: str) -> dict[str, set[str] | None]:
     try:
-        weight_map = json.loads((folder / index).read_text(encoding="utf-8"))["weight_map"]
+        weight_map = json.loads(read_text_within(folder / index))["weight_map"]
         names = {str(tensor): str(file) for tensor, file in weight_map.items()}
     except MALFORMED as error:
         raise MsrlError(f"{folder / index}: not an index of weight files ({error!r})") from error

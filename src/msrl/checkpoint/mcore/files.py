@@ -39,7 +39,7 @@ from msrl.checkpoint.rank_shapes import Plan, padded_vocab_size
 from msrl.checkpoint.torch_files.reader import TensorSpec, WrittenFile, read_torch_file, tensor_spec
 from msrl.checkpoint.torch_files.writer import TorchWriter
 from msrl.errors import MsrlError
-from msrl.files import flush_to_disk, write_text
+from msrl.files import flush_to_disk, read_text_within, write_text
 from msrl.limits import whole_number
 from msrl.models.megatron import activation_arguments, mixture_arguments, rope_arguments
 from msrl.models.parallel_layout import Coords, ParallelLayout
@@ -308,7 +308,7 @@ def read_manifest(save: Path) -> dict[str, Any]:
     """Return the manifest of a checkpoint folder; raise MsrlError if its format is unknown."""
     path = save / MANIFEST
     try:
-        contents = json.loads(path.read_text(encoding="utf-8"))
+        contents = json.loads(read_text_within(path))
     except (ValueError, RecursionError) as error:
         raise MsrlError(f"{path}: invalid JSON: {error}") from error
     if (

@@ -17,11 +17,13 @@ from msrl.checkpoint.distributed.read import is_distributed, read_common
 from msrl.checkpoint.mcore.arguments import layout_from_args, refuse_schedule
 from msrl.checkpoint.mcore.files import FILE, TRACKER, iteration_dir, rank_folder, read_rank_file
 from msrl.errors import MsrlError
+from msrl.files import read_text_within
 from msrl.models.parallel_layout import Coords, ParallelLayout
 from msrl.models.stages import chunk_name
 
 _MAX_FILES = 1 << 16
 _MAX_DIGITS = 18  # of an iteration
+_MAX_TRACKER_BYTES = 1 << 20
 _RANK = re.compile(r"mp_rank_(\d{2,})(?:_(\d{3,}))?(?:_(\d{3,}))?")
 
 
@@ -44,12 +46,19 @@ def latest_iteration(save: Path) -> int | str:
     if not tracker.is_file():
         hint = ". Name its parent folder." if save.name.startswith("iter_") else ""
         raise MsrlError(f"{save}: not an mcore checkpoint ({TRACKER} is missing){hint}")
-    text = tracker.read_text(encoding="utf-8", errors="replace").strip()
+    text = _tracker_text(tracker).strip()
     if text == "release":
         return text
     if not text.isdecimal() or len(text) > _MAX_DIGITS:
         raise MsrlError(f"{tracker}: {text[:40]!r}: must be a number or the word release")
     return int(text)
+
+
+def _tracker_text(tracker: Path) -> str:
+    try:
+        return read_text_within(tracker, _MAX_TRACKER_BYTES)
+    except UnicodeDecodeError:
+        raise MsrlError(f"{tracker}: is not UTF-8 text. Restore it.") from None
 
 
 def find_checkpoint(save: Path, iteration: int | str | None = None) -> CheckpointFiles:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 from msrl.errors import MsrlError, nearest
+from msrl.files import read_text_within
 
 _METADATA = ("dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json")
 # The keywords of `datasets.data_files`, with the name of their split.
@@ -128,7 +129,9 @@ def _saved_splits(folder: Path) -> tuple[str, ...]:
     """Return the splits of a dictionary of datasets that `save_to_disk` wrote, else ()."""
     path = folder / "dataset_dict.json"
     try:
-        return tuple(map(str, json.loads(path.read_bytes())["splits"])) if path.is_file() else ()
+        return (
+            tuple(map(str, json.loads(read_text_within(path))["splits"])) if path.is_file() else ()
+        )
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise MsrlError(f"{path}: not a dictionary of splits: {error}") from error
 

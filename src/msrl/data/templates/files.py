@@ -11,12 +11,11 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-import yaml
-
+from msrl.config.sources import parse, plain
 from msrl.config.templates import find_template, json_entry, template_names
 from msrl.data.templates.form import Template
 from msrl.data.templates.json_files import read_template
-from msrl.errors import MsrlError, nearest
+from msrl.errors import ManyErrors, MsrlError, nearest
 from msrl.files import read_user_text
 
 __all__ = ["Template", "load_template", "template_names"]
@@ -45,12 +44,11 @@ def load_template(name: str) -> Template:
 def _read(path: Path) -> Template:
     """Return the template in a file."""
     try:
-        loaded: Any = yaml.safe_load(read_user_text(path))
+        loaded: Any = plain(parse(read_user_text(path), str(path)))
+    except ManyErrors as error:
+        raise ManyErrors([f"template {message}" for message in error.messages]) from None
     except MsrlError as error:
         raise MsrlError(f"template {error}") from None
-    # Deep nesting is a RecursionError, a number of thousands of digits a ValueError.
-    except (yaml.YAMLError, RecursionError, ValueError) as error:
-        raise MsrlError(f"template {path}: not a YAML file: {error}") from error
     if not isinstance(loaded, dict):
         raise MsrlError(f"template {path}: must be a mapping of fields. See templates/README.md.")
     values = {str(key): _field(path, str(key), value) for key, value in loaded.items()}
@@ -67,20 +65,14 @@ def _field(path: Path, key: str, value: Any) -> Any:
     default = defaults[key]
     if isinstance(default, tuple):
         if not isinstance(value, list) or not all(isinstance(item, str) and item for item in value):
-            raise MsrlError(f"template {path}: {key}={_excerpt(value)}: must be a list of strings")
+            raise MsrlError(
+                f"template {path}: {key}={reprlib.repr(value)}: must be a list of strings"
+            )
         return tuple(value)
     if not isinstance(value, type(default)):
         expected = "true or false" if isinstance(default, bool) else "text"
-        raise MsrlError(f"template {path}: {key}={_excerpt(value)}: must be {expected}")
+        raise MsrlError(f"template {path}: {key}={reprlib.repr(value)}: must be {expected}")
     return value
-
-
-def _excerpt(value: Any) -> str:
-    """Return a value for a message. Aliases may expand it without end."""
-    try:
-        return reprlib.repr(value)
-    except ValueError:  # Python limits the digits of integers
-        return "(too many digits)"
 
 
 def _check(path: Path, template: Template) -> None:

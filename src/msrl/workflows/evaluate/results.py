@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from msrl.errors import MALFORMED, MsrlError
-from msrl.files import why_not_writable, write_text
+from msrl.files import read_text_within, why_not_writable, write_text
 from msrl.tracking.curves import Point, plot_curves
 from msrl.tracking.tables import table_lines
 
@@ -146,7 +146,7 @@ class ResultFolder:
         if not path.is_file():
             return []
         try:
-            content: Any = json.loads(path.read_text(encoding="utf-8"))
+            content: Any = json.loads(read_text_within(path))
             before: dict[str, Any] = content["settings"]
             results = [_result(entry) for entry in content["checkpoints"]]
         except MALFORMED as error:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from msrl.checks.serve import model_name, split_adapter
 from msrl.config.sections.commands import ServeConfig
 from msrl.errors import MsrlError
+from msrl.files import read_text_within
 from msrl.models.paths import is_adapter_folder, is_hf, is_mcore
 from msrl.models.shape import Shape
 from msrl.rollout.server import MAX_LORA_RANK
@@ -148,7 +149,7 @@ def _peft_base(adapter: Path) -> Path | None:
     """Return the folder that the config of a PEFT adapter names, if it is on this machine."""
     from msrl.checkpoint.adapters.peft import CONFIG
 
-    config: Any = json.loads((adapter / CONFIG).read_text(encoding="utf-8"))
+    config: Any = json.loads(read_text_within(adapter / CONFIG))
     name = config.get("base_model_name_or_path") if isinstance(config, dict) else None
     return Path(name) if isinstance(name, str) and Path(name).is_dir() else None
 

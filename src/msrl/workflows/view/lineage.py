@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from msrl.errors import MsrlError
+from msrl.files import read_text_within
 from msrl.models.paths import MANIFEST
 from msrl.tracking.run import CONFIG, DATA
 from msrl.workflows.view.recorded import is_folder, recorded_values
@@ -179,8 +180,8 @@ def _value(config: Mapping[str, Any], section: str, key: str) -> str | None:
 def _json(path: Path) -> dict[str, Any]:
     try:
         # A configuration of others may name a device or a pipe.
-        value = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-    except (OSError, ValueError, RecursionError):
+        value = json.loads(read_text_within(path)) if path.is_file() else {}
+    except (MsrlError, OSError, ValueError, RecursionError):
         return {}
     return value if isinstance(value, dict) else {}
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from msrl.config.sources import Node, parse
 from msrl.errors import ManyErrors, MsrlError
+from msrl.files import MAX_TEXT_BYTES, read_text_within
 
 
 def recorded_values(path: Path) -> dict[str, Any]:
@@ -16,7 +17,7 @@ def recorded_values(path: Path) -> dict[str, Any]:
         MsrlError: The file cannot be read, or is not a valid configuration file.
     """
     try:
-        node = parse(path.read_text(encoding="utf-8"), str(path))
+        node = parse(read_text_within(path, MAX_TEXT_BYTES), str(path))
     except (OSError, UnicodeDecodeError, ManyErrors) as error:
         raise MsrlError(f"{path}: cannot be read ({error}). Restore it.") from error
     values = _plain(node)
