@@ -16,11 +16,19 @@ from msrl.importers.shell.values import Scope, Variable, Word, literal
 
 MAX_EXPRESSION = 1000
 MAX_POWER = 64
+MAX_VALUE = 1 << 63
 _MAX_DEPTH = 40
 _TOKEN = re.compile(
     r"\s*(\d+#\w+|0[xX][0-9a-fA-F]+|\d+|[A-Za-z_]\w*"
     r"|\*\*|<<=|>>=|\+\+|--|&&|\|\||<<|>>|[-+*/%&^|<>=!]=|[-+*/%&^|<>=!~?:,()])"
 )
+
+
+def _checked(value: int) -> int:
+    """Return a value that bash can compute; of nested powers, the digits would fill the memory."""
+    if not -MAX_VALUE <= value < MAX_VALUE:
+        raise ValueError
+    return value
 
 
 def _quotient(left: int, right: int) -> int:
@@ -133,7 +141,7 @@ class _Evaluator:
         right = self._assignment()
         problems = [unset_problem(unset) for unset in self.unset[num_unset:]]
         change = following[0].removesuffix("=")
-        value = _BINARY[change](self._read_counter(name), right) if change else right
+        value = self._combine(change, self._read_counter(name), right) if change else right
         return self._set(name, value, *problems)
 
     def _set(self, name: str, value: int, *problems: str) -> int:
@@ -172,7 +180,7 @@ class _Evaluator:
     def _combine(self, token: str, left: int, right: int) -> int:
         if token in ("&&", "||"):
             return int((left and right) if token == "&&" else (left or right)) and 1
-        return 0 if self.is_skipped else int(_BINARY[token](left, right))
+        return 0 if self.is_skipped else _checked(int(_BINARY[token](left, right)))
 
     def _unary(self) -> int:
         if token := self._accept("++", "--"):
@@ -235,10 +243,10 @@ def _number(token: str) -> int:
     """Return a number: `0x10`, `010` in base 8, or `BASE#DIGITS`."""
     base, mark, digits = token.partition("#")
     if mark:
-        return int(digits, int(base))
+        return _checked(int(digits, int(base)))
     if token.lower().startswith("0x"):
-        return int(token, 16)
-    return int(token, 8 if len(token) > 1 and token.startswith("0") else 10)
+        return _checked(int(token, 16))
+    return _checked(int(token, 8 if len(token) > 1 and token.startswith("0") else 10))
 
 
 def unknown_result(name: str, line: int | None) -> Variable:
