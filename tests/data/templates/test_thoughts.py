@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -12,7 +12,7 @@ from msrl.data.native import turn_fields
 from msrl.data.render import Renderer, make_renderer
 from msrl.data.templates.files import load_template
 from msrl.data.templates.form import Template
-from msrl.data.tokenizer import load_tokenizer, text_tokenizer
+from msrl.data.tokenizer import TextTokenizer, load_tokenizer, text_tokenizer
 from msrl.environments.tools import split_thoughts
 from msrl.errors import MsrlError
 from msrl.thoughts import SplitAnswer, split_thought, without_thought
@@ -62,9 +62,13 @@ def test_a_ground_truth_has_no_thought_and_no_part_of_one():
         without_thought("two and two</think>4")
 
 
-def qwen3(name: str = "qwen3", **options: Any) -> Renderer:
-    tokenizer = text_tokenizer(load_tokenizer(shared_data("tokenizers", "qwen3-4b")))
-    return make_renderer(load_template(name), tokenizer, **options)
+@cache
+def tokenizer() -> TextTokenizer:
+    return text_tokenizer(load_tokenizer(shared_data("tokenizers", "qwen3-4b")))
+
+
+def qwen3(name: str) -> Renderer:
+    return make_renderer(load_template(name), tokenizer())
 
 
 def talk(*answers: str) -> Conversation:
@@ -108,8 +112,7 @@ OPEN = Template(
 
 
 def test_a_template_that_begins_the_thought_does_not_repeat_its_tag():
-    tokenizer = text_tokenizer(load_tokenizer(shared_data("tokenizers", "qwen3-4b")))
-    renderer = make_renderer(OPEN, tokenizer)
+    renderer = make_renderer(OPEN, tokenizer())
     for answer in ("<think>\na\n</think>\n\nb", "a\n</think>\n\nb"):
         assert targets(renderer, talk(answer)) == "a\n</think>\n\nb<|im_end|>"
     with pytest.raises(MsrlError, match=mentions("thought", "no </think>")):
