@@ -33,11 +33,16 @@ from msrl.models.select import select_names
 from msrl.models.shape import Mla, Shape
 from msrl.models.stages import stage_tensors
 from msrl.platforms.base import Platform
-from msrl.trainer.model.core_attention import CoreAttention
 from msrl.trainer.model.experts import MixtureLayer, mixture_spec
 from msrl.trainer.model.gpt import PolicyModel
 from msrl.trainer.model.latent_attention import LatentAttention
-from msrl.trainer.model.layers import ACTIVATIONS, GatedMlp, PostNormLayer, RmsNorm
+from msrl.trainer.model.layers import (
+    ACTIVATIONS,
+    CoreAttention,
+    GatedMlp,
+    PostNormLayer,
+    RmsNorm,
+)
 from msrl.trainer.model.pipeline import EmptyLayer, VirtualStages, virtual_stages
 from msrl.trainer.model.seams import check_seams_once
 from msrl.trainer.settings import Layout, sequence_multiple

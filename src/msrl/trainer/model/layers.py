@@ -1,16 +1,17 @@
-"""Custom layers for Megatron's layer spec: RMS norm, gated MLP, layer with post-norms.
+"""Custom layers for Megatron's layer spec: norm, gated MLP, core attention, layer with post-norms.
 
 The gate has a custom backward pass, and so has the norm on CPU, where torch has no fused kernel for
 it. Memory limits both: how often a tensor is read and written, and how many are stored.
 
-Letters: N tokens, c channels, f feed-forward channels of this rank.
+Letters: N tokens, c channels, f feed-forward channels, h query heads and g key/value groups of this
+rank, d head size.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -18,9 +19,15 @@ from megatron.core import parallel_state
 from megatron.core.activations import quick_gelu
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
+from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
+
+from msrl.models.shape import PLAIN, Attention
+from msrl.trainer.model.attention import packed_attention
+from msrl.trainer.model.packed import PackedSequences
+from msrl.trainer.model.rope import rotate
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
@@ -163,3 +170,60 @@ class PostNormLayer(TransformerLayer):
         These models have neither bias nor dropout.
         """
         return lambda output, residual, dropout: residual + norm(output[0])
+
+
+class CoreAttention(MegatronModule):
+    """Core attention module of a layer, between the projections.
+
+    Megatron's core attention has neither packing nor fast kernels on CPU. Megatron's layer spec
+    creates this one with the same arguments. `traits` belong to the model; `layer` is the number
+    of the layer in the model, counted from 0 over all pipeline stages.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        layer_number: int,
+        attn_mask_type: object,
+        attention_type: str,
+        attention_dropout: float | None = None,
+        softmax_scale: float | None = None,
+        cp_comm_type: str | None = None,
+        pg_collection: object = None,
+        traits: Attention = PLAIN,
+        layer: int = 0,
+        **_: object,
+    ) -> None:
+        super().__init__(config=config)
+        self.scale = softmax_scale if traits.scale is None else traits.scale
+        self.softcap = traits.softcap
+        self.window = traits.layer_window(layer)
+        heads = config.num_attention_heads // config.tensor_model_parallel_size
+        sinks = (
+            torch.nn.Parameter(torch.empty(heads, dtype=config.params_dtype))
+            if traits.sinks
+            else None
+        )
+        self.register_parameter("softmax_offset", sinks)  # Megatron's name
+
+    def forward(
+        self,
+        query: Tensor,  # [N, 1, h, d]
+        key: Tensor,  # [N, 1, g, d]
+        value: Tensor,  # [N, 1, g, d]
+        attention_mask: None = None,
+        attn_mask_type: object = None,
+        attention_bias: None = None,
+        packed_seq_params: PackedSequences | None = None,
+    ) -> Tensor:  # [N, 1, h * d]
+        assert packed_seq_params is not None, "every micro-batch is packed"
+        packed = packed_seq_params
+        query, key = (
+            rotate(x, packed.cos, packed.sin, interleaved=packed.interleaved) for x in (query, key)
+        )
+        query, key, value = (x.squeeze(1) for x in (query, key, value))
+        sinks = cast("Tensor | None", self.softmax_offset)
+        mixed = packed_attention(
+            query, key, value, packed, self.scale, self.window, self.softcap, sinks
+        )
+        return mixed.flatten(1).unsqueeze(1)

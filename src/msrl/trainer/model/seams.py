@@ -82,7 +82,7 @@ SEAMS = (
     Seam(
         SequentialMLP.forward,
         ("self", "permuted_local_hidden_states", "tokens_per_expert", "permuted_probs"),
-        "model/grouped_experts.py",
+        "model/experts.py",
     ),
     Seam(TopKRouter._maintain_float32_expert_bias, ("self",), "model/experts.py"),
     Seam(
