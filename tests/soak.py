@@ -89,6 +89,8 @@ def training(command: str, model: str = "tied", **sections: Any) -> Kind:
         if command not in ("train-grpo", "train-distill"):
             for name in ("rollout", "reward"):
                 config.pop(name)
+        if "environment" in sections:  # whose own rewards are all equal, so that nothing is learned
+            config["reward"] = {"sources": [{"function": f"{folder.parent / REWARDS}:spread"}]}
         config["data"] = {"train": str(folder.parent / config["data"]["train"])}
         if command == "train-distill":
             del config["reward"]
@@ -134,6 +136,8 @@ RETRY = {
     "max_turn_tokens": 8,
     "lockstep": True,
 }
+REWARDS = "rewards.py"
+SPREAD = "def spread(response: str) -> float:\n    return len(response) % 5 / 4\n"
 KEEP = {"every_steps": 1, "keep": 2, "export_hf": True}
 
 
@@ -235,7 +239,6 @@ KINDS: dict[str, Kind] = {
         train=steps(5),
         checkpoint=KEEP,
         environment=RETRY,
-        reward={},
         rollout=rollout_section(max_response_tokens=60),
     ),
     "distillation": training(
@@ -263,6 +266,7 @@ def write_inputs(folder: Path) -> None:
 
     make_inputs(folder)
     save_model(folder / "large", tied=True, positions=1 << 16)
+    (folder / REWARDS).write_text(SPREAD)
     data = [{"instruction": f"{i}+{i}=", "output": f"{2 * i}"} for i in range(40)]
     write_rows(folder / "sft.jsonl", data)
     write_rows(folder / "many.jsonl", data * 400)

@@ -68,11 +68,6 @@ def _write_json(file: Path, value: object) -> None:
         temporary.unlink(missing_ok=True)
 
 
-def release(folder: Path) -> None:
-    """Keep the folder after its owner has ended."""
-    (folder / _OWNER).unlink(missing_ok=True)
-
-
 def remove(folder: Path) -> None:
     """Remove the folder and the shared memory listed in it and in its subfolders."""
     for file in folder.rglob(_SEGMENTS):

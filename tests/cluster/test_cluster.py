@@ -6,7 +6,6 @@ import contextlib
 import itertools
 import json
 import os
-import shutil
 import signal
 import stat
 import subprocess
@@ -556,29 +555,34 @@ def test_devices_that_another_run_holds_are_waited_for_and_then_reported(run):
 
 
 @pytest.mark.full
-def test_a_failed_run_keeps_its_logs_and_a_refused_run_leaves_nothing():
+def test_a_failed_run_keeps_its_logs_and_leaves_no_temporary_files(tmp_path):
     """Use subprocesses, since this process may have a session."""
     code = (
         "import sys, logging; logging.basicConfig()\n"
+        "from pathlib import Path\n"
         "from msrl.cluster.session import ray_session\n"
         "from msrl.errors import MsrlError\n"
-        "with ray_session(None, num_devices=1, resource_name='device'):\n"
+        "with ray_session(\n"
+        "    None, num_devices=1, resource_name='device', logs=Path(sys.argv[2])\n"
+        "):\n"
         "    raise {'MsrlError': MsrlError, 'KeyError': KeyError}[sys.argv[1]]('x')\n"
     )
-    base = Path(tempfile.mkdtemp(prefix="ray-", dir="/tmp"))
+    base, logs = Path(tempfile.mkdtemp(prefix="ray-", dir="/tmp")), tmp_path / "ray_logs"
     environment = {**os.environ, "RAY_TMPDIR": str(base)}
-    refused = subprocess.run(
-        [sys.executable, "-c", code, "MsrlError"], env=environment, capture_output=True, text=True
-    )
-    assert refused.stderr.rstrip().endswith("msrl.errors.MsrlError: x")
+
+    def run(error):
+        command = [sys.executable, "-c", code, error, str(logs)]
+        return subprocess.run(command, env=environment, capture_output=True, text=True).stderr
+
+    assert run("MsrlError").rstrip().endswith("msrl.errors.MsrlError: x")
+    assert not logs.exists()
+    for _ in range(2):  # the logs of the newest failure replace those of an earlier one
+        assert_mentions(run("KeyError"), logs, "logs")
+        assert list(logs.glob("raylet.*"))
+        assert len(list(logs.glob("gcs_server.out"))) == 1
+        assert logs.stat().st_mode & 0o077 == 0
     assert list(base.iterdir()) == []
-    failed = subprocess.run(
-        [sys.executable, "-c", code, "KeyError"], env=environment, capture_output=True, text=True
-    )
-    (logs,) = base.glob("msrl-*/ray/session_latest/logs")
-    assert_mentions(failed.stderr, logs, "logs")
-    assert not list(base.rglob("token"))
-    shutil.rmtree(base)
+    base.rmdir()
 
 
 def end(*actors):

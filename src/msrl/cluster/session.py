@@ -11,6 +11,7 @@ import logging
 import math
 import os
 import secrets
+import shutil
 import signal
 import sys
 import time
@@ -324,11 +325,13 @@ def ray_session(
     log_to_driver: bool = False,
     tls: state.TlsFiles | None = None,
     answer_timeout_s: float = 20.0,
+    logs: Path | None = None,
 ) -> Iterator[Session]:
     """Connect to the cluster at `address`, or start a local Ray if it is None.
 
     `num_devices` is the number of the local Ray. `env` are environment variables of every worker.
-    If the body fails, the logs of a local Ray are kept and their folder is logged.
+    If the body fails for a reason that its message may not explain, the logs of a local Ray become
+    the folder `logs`.
 
     Raises:
         MsrlError: The cluster does not answer or refuses the token, or this machine is not one of
@@ -343,7 +346,7 @@ def ray_session(
         "logging_level": logging.WARNING,
     }
     opened = (
-        _local(num_devices, resource_name, init)
+        _local(num_devices, resource_name, init, logs)
         if address is None
         else _connection(address, init, answer_timeout_s, tls)
     )
@@ -380,11 +383,11 @@ def _remove_traces(folder: Path | None) -> None:
 
 @contextlib.contextmanager
 def _local(
-    num_devices: int, resource: str, init: Mapping[str, Any]
+    num_devices: int, resource: str, init: Mapping[str, Any], logs: Path | None
 ) -> Iterator[tuple[Path, ray_loss.Finder]]:
     """Run a local Ray and remove it with its folder at the end.
 
-    The folder is kept if the body fails.
+    If the body fails, the logs are moved to `logs`.
 
     Yields the folder inside it for the temporary files of Ray's processes, and the finder of its
     loss.
@@ -420,9 +423,11 @@ def _local(
             finally:
                 _shut_down()
     except BaseException as error:
-        _keep_logs(temp_dir) if _logs_may_help(error) else temporary.remove(temp_dir)
+        if logs is not None and _logs_may_help(error):
+            _keep_logs(temp_dir, logs)
         raise
-    temporary.remove(temp_dir)
+    finally:
+        temporary.remove(temp_dir)
 
 
 def _kill_workers(before: Sequence[ProcessRecord]) -> None:
@@ -449,12 +454,18 @@ def _logs_may_help(error: BaseException) -> bool:
     )
 
 
-def _keep_logs(temp_dir: Path) -> None:
-    (temp_dir / "token").unlink(missing_ok=True)
-    state.keep_temp_dir(temp_dir)
-    _LOG.error(
-        "Kept the logs of Ray and of the workers in %s/session_latest/logs", state.ray_dir(temp_dir)
-    )
+def _keep_logs(temp_dir: Path, logs: Path) -> None:
+    """Copy the logs, which only this user may read, because Ray also logs environments."""
+    try:
+        shutil.rmtree(logs, ignore_errors=True)
+        logs.mkdir(mode=0o700)
+        source = state.ray_dir(temp_dir) / "session_latest" / "logs"
+        shutil.copytree(source, logs, dirs_exist_ok=True, copy_function=shutil.copyfile)
+        logs.chmod(0o700)
+    except (OSError, shutil.Error) as error:
+        _LOG.warning("Cannot keep the logs of Ray and of the workers in %s: %s", logs, error)
+    else:
+        _LOG.error("Kept the logs of Ray and of the workers in %s", logs)
 
 
 @contextlib.contextmanager

@@ -296,7 +296,7 @@ def make_temp_dir() -> Path:
 def make_owned_temp_dir() -> Path:
     """Create a private folder that belongs to this process.
 
-    If the process ends without `keep_temp_dir`, the next call removes the folder. Folders of other
+    If the process is killed, the next call removes the folder. Folders of other
     users, machines and containers are left alone, since the state of their processes is not visible
     here.
     """
@@ -308,15 +308,6 @@ def workers_dir(temp_dir: Path) -> Path:
     folder = temp_dir / "tmp"
     folder.mkdir(exist_ok=True)
     return folder
-
-
-def keep_temp_dir(folder: Path) -> None:
-    """Keep a folder of `make_owned_temp_dir` after its process has ended.
-
-    The temporary files of its processes are removed.
-    """
-    temporary.remove(workers_dir(folder))
-    temporary.release(folder)
 
 
 def ray_dir(temp_dir: Path) -> Path:

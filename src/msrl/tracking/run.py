@@ -43,6 +43,7 @@ DATA = "data.json"
 ATTEMPTS = "attempts.jsonl"
 LOCK = ".lock"
 NOTES = "notes.json"
+RAY_LOGS = "ray_logs"
 _SILENCE_S = 600.0  # after which a run of another machine counts as killed
 STACK = (
     "msrl",

@@ -205,8 +205,8 @@ def rows(run: Path) -> list[dict[str, Any]]:
 
 
 def metrics(run: Path) -> list[dict[str, float]]:
-    """Return the metrics of all steps without speed, which differs between runs."""
-    return [{k: v for k, v in row["metrics"].items() if "per_s" not in k} for row in rows(run)]
+    """Return the metrics of all steps without speeds and seconds, which differ between runs."""
+    return [{k: v for k, v in row["metrics"].items() if not k.endswith("_s")} for row in rows(run)]
 
 
 def write_config(path: Path, settings: Mapping[str, Any]) -> Path:

@@ -11,8 +11,10 @@ from pathlib import Path
 from msrl.cluster.ports import Ports
 from msrl.cluster.session import PlacedWorkers, Session, ray_session
 from msrl.cluster.state import tls_files
+from msrl.plan.run_plan import run_folder
 from msrl.rewards.score import Scorer, Source
 from msrl.rollout.engine import is_eager
+from msrl.tracking.run import RAY_LOGS
 from msrl.types import Ints
 from msrl.workflows.rl.engine_group import EngineGroup, engine_environments
 from msrl.workflows.rl.model_groups import ModelGroups, separate_groups
@@ -54,6 +56,7 @@ def start_workers(job: RLSetup, teachers: TeacherServers, restarts: Restarts) ->
                 resource_name=platform.ray_resource,
                 env=cluster.env,
                 tls=tls_files(cluster.tls),
+                logs=run_folder(job.config) / RAY_LOGS,
             )
         )
         placed = session.create_placement(job.placement, timeout_s=cluster.wait_for_nodes_s)
