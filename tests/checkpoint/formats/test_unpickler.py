@@ -28,6 +28,7 @@ from msrl.checkpoint.torch_files import pickle_names, unpickler
 from msrl.checkpoint.torch_files.pickle_names import CONSTRUCTORS, Foreign, Global, resolve
 from msrl.checkpoint.torch_files.reader import read_torch_file
 from msrl.errors import MsrlError
+from support import mentions
 
 # --- Files ---
 
@@ -461,6 +462,13 @@ def test_state_is_kept_as_data_even_if_it_has_the_name_of_a_method() -> None:
         "megatron.core", "f"
     )
     assert vars(value)["__class__"] == "A" and value.a == 1
+
+
+def test_marks_without_containers_are_refused_before_they_fill_the_memory() -> None:
+    assert unpickler.load(dump(pickle.MARK * 90, pickle.TUPLE * 90)) is not None
+    for code in (pickle.MARK * 101, pickle.MARK * 1_000_000):
+        with pytest.raises(pickle.UnpicklingError, match=mentions("nested", 100)):
+            unpickler.load(dump(code))
 
 
 def test_a_memo_index_far_away_takes_no_memory() -> None:

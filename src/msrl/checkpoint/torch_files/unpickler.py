@@ -117,6 +117,8 @@ class _Machine:
         return self._file.readline().decode().removesuffix("\n")
 
     def push_mark(self) -> None:
+        if len(self._marked) >= MAX_DEPTH:  # each mark begins a container in the one before it
+            raise UnpicklingError(f"its values are nested more than {MAX_DEPTH} deep")
         self._marked.append(self.stack)
         self.stack = []
 
