@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -13,11 +16,15 @@ import torch
 import evidence as recorded
 import families
 from mixture_families import QWEN3_MOE
+from msrl.algorithms.packing import Sequences
 from msrl.cli import app
+from msrl.config.sections.general import ModelConfig
 from msrl.diagnose.checks import CHECKS
-from msrl.diagnose.gap import HEALTHY, healthy_range, measure
+from msrl.diagnose.evidence import Evidence, Logprobs
+from msrl.diagnose.gap import HEALTHY, healthy_range, measure, share_outside_clip_range
 from msrl.diagnose.verdict import judge
 from msrl.errors import MsrlError
+from msrl.trainer.objective.requests import TokenRequest
 from msrl.types import (
     Completion,
     Prompt,
@@ -30,11 +37,14 @@ from msrl.types import (
 from msrl.workflows.diagnose.reference import config_settings, filter_logits, shape_settings
 from msrl.workflows.diagnose.report import as_json, as_text
 from msrl.workflows.diagnose.target import choose_step
-from msrl.workflows.rl.logprob_gap import GapMonitor
+from msrl.workflows.rl.logprob_gap import ROUNDING_FILE, GapMonitor
+from msrl.workflows.rl.step import Clock
 from msrl.workflows.rl.update.batches import PreparedStep
 from msrl.workflows.rl.update.values import StepValues
 from prepared_steps import make_step
 from support import assert_mentions, mentions
+
+BFLOAT16 = ModelConfig()
 
 
 def test_a_healthy_model_gets_no_verdict() -> None:
@@ -50,6 +60,69 @@ def test_rounding_of_a_dtype_is_no_cause(dtype: str) -> None:
     engine, trainer = replace(noisy.engine, dtype=dtype), replace(noisy.trainer, dtype=dtype)
     assert judge(replace(noisy, engine=engine, trainer=trainer)).cause is None
     assert judge(noisy).cause is not None
+
+
+def bfloat16_evidence(rounding: float, *, error: float = 0.0) -> Evidence:
+    """Return evidence of three bfloat16 implementations that each round independently.
+
+    The ranks compute something else than transformers by `error` in every dtype.
+    """
+    healthy, exact = recorded.healthy(), recorded.exact()
+    shift = np.float32(error)
+    fields = dataclasses.fields(healthy.logprobs)
+    names = [field.name for field in fields if not field.name.startswith("reference")]
+    rounded = {
+        name: exact + recorded.rounding(recorded.N, seed, rounding)
+        for seed, name in enumerate(names)
+    }
+    for name in ("trainer", "trainer_packed", "trainer_alone"):
+        rounded[name] = rounded[name] + shift
+    references = {field.name: exact for field in fields if field.name.startswith("reference")}
+    wide = exact + recorded.rounding(recorded.N, 50) + shift
+    logprobs = Logprobs(**{**rounded, **references, "trainer_in_float32": wide})
+    assert healthy.recorded is not None
+    return replace(
+        healthy,
+        engine=replace(healthy.engine, dtype="bfloat16"),
+        trainer=replace(healthy.trainer, dtype="bfloat16"),
+        logprobs=logprobs,
+        recorded=replace(healthy.recorded, behavior=rounded["sampled"], trainer=rounded["trainer"]),
+    )
+
+
+@pytest.mark.parametrize("rounding", [0.001, 0.05, 0.2])
+def test_rounding_of_bfloat16_is_named_however_much_the_model_amplifies_it(rounding: float) -> None:
+    evidence = bfloat16_evidence(rounding)
+    verdict = judge(evidence)
+    assert verdict.cause is None
+    assert all(comparison.is_healthy for comparison in verdict.comparisons)
+    assert verdict.rounding is not None
+    assert verdict.rounding.mean == pytest.approx(rounding * math.sqrt(2 / math.pi), rel=0.1)
+    text = as_text(verdict, evidence)
+    assert_mentions(text, "healthy", "rounding of bfloat16", "0.8 to 1.2", "model.logits_dtype")
+    report = json.loads(as_json(verdict, evidence))
+    assert report["rounding"]["num_tokens"] == recorded.N
+
+
+def test_a_difference_that_is_larger_than_the_rounding_of_the_model_is_no_rounding() -> None:
+    """A gap of 0.02 nats is within the range of larger models, but not of this one."""
+    evidence = recorded.noisy_engine(bfloat16_evidence(0.001), 0.02)
+    cause = judge(evidence).cause
+    assert cause is not None
+    assert cause.name == "unknown"
+
+
+def test_ranks_that_differ_from_transformers_in_float32_are_no_rounding() -> None:
+    verdict = judge(bfloat16_evidence(0.05, error=0.01))
+    assert verdict.cause is not None
+    differing = [each.compared for each in verdict.comparisons if not each.is_healthy]
+    assert differing == ["trainer in float32, transformers"]
+
+
+def test_the_cost_is_the_share_of_ratios_outside_the_usual_clip_range() -> None:
+    sampled = np.zeros(8, np.float32)
+    trainer = np.log(np.array([1, 1.1, 0.9, 1.25, 0.75, 1, 1, np.nan], np.float32))
+    assert share_outside_clip_range(sampled, trainer) == pytest.approx(3 / 8)
 
 
 def test_eleven_causes_have_a_check() -> None:
@@ -174,7 +247,7 @@ def test_the_gap_of_a_step_counts_tokens_of_the_current_version_only() -> None:
     prepared = gap_step(0.25)
     notes: list[str] = []
     monitor = GapMonitor(
-        "bfloat16", Path("runs/grpo"), notes.append, is_async=True, has_one_update=False
+        BFLOAT16, Path("runs/grpo"), notes.append, is_async=True, has_one_update=False
     )
     metrics = monitor.metrics(3, prepared, {}, {})
     assert metrics == pytest.approx(
@@ -190,12 +263,59 @@ def test_the_gap_of_a_step_counts_tokens_of_the_current_version_only() -> None:
 def test_the_alarm_names_the_command_once_until_the_gap_is_healthy_again() -> None:
     notes: list[str] = []
     monitor = GapMonitor(
-        "bfloat16", Path("runs/grpo"), notes.append, is_async=True, has_one_update=False
+        BFLOAT16, Path("runs/grpo"), notes.append, is_async=True, has_one_update=False
     )
     for shift in (0.001, 0.25, 0.25, 0.001, 0.25):
         monitor.metrics(3, gap_step(shift), {}, {})
     assert len(notes) == 2
     assert_mentions(notes[0], "msrl diagnose mismatch runs/grpo", "step 4", "bfloat16", "0.03")
+
+
+class Ranks:
+    """Ranks whose log-probabilities in bfloat16 are `rounding` away from those in float32."""
+
+    def __init__(self, rounding: float) -> None:
+        self.rounding, self.requests = rounding, list[TokenRequest]()
+
+    def forward(self, request: TokenRequest, sequences: Sequences, _: object) -> Any:
+        self.requests.append(request)
+        shift = 0.0 if request.in_float32 else self.rounding
+        return {"logprobs": [np.full(len(ids), shift) for ids in sequences.token_ids]}
+
+
+def test_the_alarm_follows_the_rounding_of_the_model_which_a_run_measures_once(
+    tmp_path: Path,
+) -> None:
+    notes, prepared, clock = list[str](), gap_step(0.25), Clock()
+    for ranks, requests in ((Ranks(0.15), 2), (Ranks(0.01), 0)):  # the second one is a resumed run
+        monitor = GapMonitor(BFLOAT16, tmp_path, notes.append, is_async=True, has_one_update=False)
+        for _ in range(2):
+            monitor.prepare(prepared, cast("Any", ranks), 0.7, clock)
+            monitor.metrics(3, prepared, {}, {})
+        assert len(ranks.requests) == requests
+        assert all(request.temperature == 0.7 for request in ranks.requests)
+    assert notes == []  # 0.25 nats are less than twice 0.15
+    wide = ModelConfig(logits_dtype="float32")  # other settings round differently
+    monitor = GapMonitor(wide, tmp_path, notes.append, is_async=True, has_one_update=False)
+    monitor.prepare(prepared, cast("Any", Ranks(0.01)), 0.7, clock)
+    monitor.metrics(3, prepared, {}, {})
+    assert_mentions(notes[0], "rounding of bfloat16", "0.02", "msrl diagnose mismatch")
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"dtype": 3}'])
+def test_a_damaged_record_of_the_rounding_is_replaced(text: str, tmp_path: Path) -> None:
+    (tmp_path / ROUNDING_FILE).write_text(text)
+    monitor = GapMonitor(BFLOAT16, tmp_path, print, is_async=True, has_one_update=False)
+    monitor.prepare(gap_step(0.25), cast("Any", Ranks(0.15)), 1.0, Clock())
+    values = json.loads((tmp_path / ROUNDING_FILE).read_text())
+    assert values["mean"] == pytest.approx(0.15)
+
+
+def test_float32_has_no_measured_rounding(tmp_path: Path) -> None:
+    model, ranks = ModelConfig(dtype="float32"), Ranks(0.15)
+    monitor = GapMonitor(model, tmp_path, print, is_async=True, has_one_update=False)
+    monitor.prepare(gap_step(0.25), cast("Any", ranks), 1.0, Clock())
+    assert not ranks.requests and not (tmp_path / ROUNDING_FILE).exists()
 
 
 def test_the_mean_of_the_update_is_the_gap_where_no_forward_pass_precedes_it() -> None:
@@ -205,11 +325,11 @@ def test_the_mean_of_the_update_is_the_gap_where_no_forward_pass_precedes_it() -
     trained = {"sampler_logprob_difference": 0.002}
     notes: list[str] = []
     folder = Path("runs/grpo")
-    monitor = GapMonitor("bfloat16", folder, notes.append, is_async=False, has_one_update=True)
+    monitor = GapMonitor(BFLOAT16, folder, notes.append, is_async=False, has_one_update=True)
     assert monitor.metrics(3, plain, {}, trained) == {"rollout/logprob_gap": 0.002}
     monitor.metrics(4, plain, {}, {"sampler_logprob_difference": 0.2})
     assert "p99" not in notes[0]  # which was not measured
-    later = GapMonitor("bfloat16", Path("runs/grpo"), print, is_async=False, has_one_update=False)
+    later = GapMonitor(BFLOAT16, Path("runs/grpo"), print, is_async=False, has_one_update=False)
     assert later.metrics(3, plain, {}, trained) == {}
     logged = {"trainer_logprobs": prepared.sequences.fields["old_logprobs"]}
     assert "rollout/logprob_gap_max" in later.metrics(3, plain, logged, trained)

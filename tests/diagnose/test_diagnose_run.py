@@ -9,11 +9,17 @@ from pathlib import Path
 import pytest
 
 from msrl.cli.configuration import load_configuration
-from msrl.diagnose.verdict import judge
+from msrl.config.sections.rollout import EngineConfig
+from msrl.diagnose.verdict import Verdict, judge
+from msrl.errors import MsrlError
 from msrl.platforms import get
+from msrl.rollout import engine_arguments
+from msrl.rollout.engine import EngineSettings
+from msrl.rollout.vllm import VllmEngine
 from msrl.workflows.diagnose.collect import compare, open_engine, open_ranks
+from msrl.workflows.diagnose.run import run
 from msrl.workflows.diagnose.target import open_target
-from support import assert_mentions
+from support import assert_mentions, mentions
 from test_train_grpo import make_inputs, settings
 from tiny_qwen2 import save_model
 from training_runs import succeed, write_config
@@ -55,6 +61,39 @@ def test_the_template_of_a_run_may_differ_from_that_of_its_initial_model(tmp_pat
     report = json.loads(output[output.index("{") : output.rindex("}") + 1])
     assert report["healthy"]
     assert any("recorded" in row["compared"] for row in report["comparisons"])
+
+
+GAP = "engine, trainer"
+
+
+def test_rounding_of_bfloat16_is_healthy_and_smaller_with_float32_logits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_model(tmp_path, tied=True)
+    verdicts: dict[str, Verdict] = {}
+    for logits in ("null", "float32"):
+        sets = [f"model.path={tmp_path}", "rollout.max_prompt_tokens=400"]
+        config = load_configuration(sets=[*sets, f"model.logits_dtype={logits}"]).config
+        verdicts[logits], _ = run(config, None)
+    gaps = {
+        logits: {each.compared: each.gap for each in verdict.comparisons}
+        for logits, verdict in verdicts.items()
+    }
+    assert all(verdict.cause is None for verdict in verdicts.values()), gaps
+    assert gaps["float32"][GAP].mean < gaps["null"][GAP].mean
+    rounded, exact = (verdicts[logits].rounding for logits in ("null", "float32"))
+    assert rounded is not None and exact is not None
+    assert 0 < exact.mean < rounded.mean
+    # An engine whose class of the model rounds its logits is refused.
+    monkeypatch.setitem(engine_arguments._ARGUMENTS, "hf_overrides", (None, lambda *_: None))
+    settings = EngineSettings(
+        tmp_path,
+        dtype="bfloat16",
+        logits_dtype="float32",
+        engine=EngineConfig(max_model_len=64, max_num_seqs=2),
+    )
+    with pytest.raises(MsrlError, match=mentions("model.logits_dtype=float32", "bfloat16")):
+        VllmEngine(settings, get("cpu"))
 
 
 def test_another_dtype_of_the_engine_is_named(tmp_path: Path) -> None:

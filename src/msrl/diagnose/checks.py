@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from msrl.diagnose.evidence import ENGINE, TRAINER, Component, Evidence
-from msrl.diagnose.gap import Gap, HealthyRange, healthy_range, measure
+from msrl.diagnose.gap import Gap, healthy_range, measure
 from msrl.types import Floats
 
 _MAX_NAMES = 3  # of weights or settings in a cause
@@ -111,7 +111,7 @@ def check_recorded(evidence: Evidence) -> Cause | None:
         return None
     gap = measure(recorded.behavior, recorded.trainer)
     is_healthy_now = not _differs(evidence, evidence.logprobs.sampled, evidence.logprobs.trainer)
-    if not gap.exceeds(_limits(evidence)) or not is_healthy_now:
+    if not gap.exceeds(evidence.limits) or not is_healthy_now:
         return None
     return Cause(
         "weights",
@@ -203,7 +203,7 @@ def check_prefix_cache(evidence: Evidence) -> Cause | None:
     if probe is None:
         return None
     gap = measure(probe.cached, probe.recomputed)
-    if not gap.exceeds(_limits(evidence)):
+    if not gap.exceeds(evidence.limits):
         return None
     return Cause(
         "prefix-cache",
@@ -217,7 +217,7 @@ def check_batch(evidence: Evidence) -> Cause | None:
     """Compare sequences that the engine computes together and one at a time."""
     logprobs = evidence.logprobs
     gap = measure(logprobs.engine_together, logprobs.engine_alone)
-    if not gap.exceeds(_limits(evidence)):
+    if not gap.exceeds(evidence.limits):
         return None
     return Cause(
         "batch",
@@ -233,7 +233,7 @@ def check_packing(evidence: Evidence) -> Cause | None:
     """Compare sequences that ranks compute packed and one at a time."""
     logprobs = evidence.logprobs
     gap = measure(logprobs.trainer_packed, logprobs.trainer_alone)
-    if not gap.exceeds(_limits(evidence)):
+    if not gap.exceeds(evidence.limits):
         return None
     return Cause(
         "packing",
@@ -304,12 +304,8 @@ CHECKS: Mapping[str, CheckFunction] = {
 """Checks in the order in which they are made."""
 
 
-def _limits(evidence: Evidence) -> HealthyRange:
-    return healthy_range(evidence.engine.dtype, evidence.trainer.dtype)
-
-
 def _differs(evidence: Evidence, left: Floats, right: Floats) -> bool:
-    return measure(left, right).exceeds(_limits(evidence))
+    return measure(left, right).exceeds(evidence.limits)
 
 
 def _scores_differ(evidence: Evidence) -> bool:
@@ -320,7 +316,15 @@ def _scores_differ(evidence: Evidence) -> bool:
         (logprobs.engine_alone, logprobs.reference),
         (logprobs.trainer_alone, logprobs.reference),
     )
-    return any(_differs(evidence, left, right) for left, right in pairs)
+    return any(_differs(evidence, left, right) for left, right in pairs) or _is_inexact(evidence)
+
+
+def _is_inexact(evidence: Evidence) -> bool:
+    """Return True if the ranks differ from transformers where neither rounds."""
+    wide = evidence.logprobs.trainer_in_float32
+    if wide is None:
+        return False
+    return measure(wide, evidence.logprobs.reference).exceeds(healthy_range("float32"))
 
 
 def _different_weights(left: Component, right: Component) -> list[str]:

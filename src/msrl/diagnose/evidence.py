@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from msrl.diagnose.gap import Gap, HealthyRange, healthy_range, measure, rounding_range
 from msrl.types import Floats, Ints, SamplingParams
 
 ENGINE, TRAINER, REFERENCE = "engine", "trainer", "transformers"
@@ -54,6 +55,8 @@ class Logprobs:
         reference: Raw, of transformers in float32.
         reference_tempered: Of transformers at the temperature of the run.
         reference_filtered: Of transformers after temperature and sampling filters.
+        trainer_in_float32: Raw, of the same ranks with one sequence in a micro-batch, in float32.
+            None where rounding is not measured.
     """
 
     sampled: Floats
@@ -65,6 +68,7 @@ class Logprobs:
     reference: Floats
     reference_tempered: Floats
     reference_filtered: Floats
+    trainer_in_float32: Floats | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,3 +117,17 @@ class Evidence:
     adapted: frozenset[str] = frozenset()
     base_digests: Mapping[str, str] = field(default_factory=dict[str, str])
     recorded: Recorded | None = None
+
+    @property
+    def rounding(self) -> Gap | None:
+        """Difference of the ranks from themselves in float32; None if it is not measured."""
+        wide = self.logprobs.trainer_in_float32
+        return None if wide is None else measure(self.logprobs.trainer_alone, wide)
+
+    @property
+    def limits(self) -> HealthyRange:
+        """Range of differences that rounding explains."""
+        rounding, dtypes = self.rounding, {self.engine.dtype, self.trainer.dtype}
+        if rounding is not None and len(dtypes) == 1:
+            return rounding_range(rounding)
+        return healthy_range(*dtypes)

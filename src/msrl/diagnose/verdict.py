@@ -6,7 +6,13 @@ from dataclasses import dataclass
 
 from msrl.diagnose.checks import CHECKS, Cause
 from msrl.diagnose.evidence import Evidence
-from msrl.diagnose.gap import Gap, HealthyRange, healthy_range, measure
+from msrl.diagnose.gap import (
+    Gap,
+    HealthyRange,
+    healthy_range,
+    measure,
+    share_outside_clip_range,
+)
 
 UNKNOWN = Cause(
     "unknown",
@@ -27,22 +33,35 @@ class ScoreComparison:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """Result of a diagnosis; `cause` is None for a healthy model."""
+    """Result of a diagnosis.
+
+    Attributes:
+        comparisons: Compared differences.
+        limits: Range of differences that rounding explains.
+        cause: Cause of other differences; None for a healthy model.
+        rounding: What rounding changes in the ranks' own log-probabilities; None if it is not
+            measured.
+        outside_clip_range: Share of the sampled tokens whose probability ratio of trainer and
+            engine is outside of 0.8 to 1.2.
+    """
 
     comparisons: tuple[ScoreComparison, ...]
     limits: HealthyRange
     cause: Cause | None
+    rounding: Gap | None = None
+    outside_clip_range: float = 0.0
 
 
 def judge(evidence: Evidence) -> Verdict:
     """Return the differences and their first cause."""
-    limits = healthy_range(evidence.engine.dtype, evidence.trainer.dtype)
+    limits, logprobs = evidence.limits, evidence.logprobs
     comparisons = _comparisons(evidence, limits)
     causes = (check(evidence) for check in CHECKS.values())
     cause = next((cause for cause in causes if cause is not None), None)
     if cause is None and not all(comparison.is_healthy for comparison in comparisons):
         cause = UNKNOWN
-    return Verdict(comparisons, limits, cause)
+    outside = share_outside_clip_range(logprobs.sampled, logprobs.trainer)
+    return Verdict(comparisons, limits, cause, evidence.rounding, outside)
 
 
 def _comparisons(evidence: Evidence, limits: HealthyRange) -> tuple[ScoreComparison, ...]:
@@ -62,4 +81,9 @@ def _comparisons(evidence: Evidence, limits: HealthyRange) -> tuple[ScoreCompari
         recorded = evidence.recorded
         pairs[f"recorded in step {recorded.step}, trainer"] = (recorded.behavior, recorded.trainer)
     gaps = {name: measure(left, right) for name, (left, right) in pairs.items()}
-    return tuple(ScoreComparison(name, gap, not gap.exceeds(limits)) for name, gap in gaps.items())
+    rows = [ScoreComparison(name, gap, not gap.exceeds(limits)) for name, gap in gaps.items()]
+    if logprobs.trainer_in_float32 is not None:
+        exact = measure(logprobs.trainer_in_float32, logprobs.reference)
+        is_healthy = not exact.exceeds(healthy_range("float32"))
+        rows.append(ScoreComparison("trainer in float32, transformers", exact, is_healthy))
+    return tuple(rows)

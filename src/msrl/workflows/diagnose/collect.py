@@ -6,7 +6,7 @@ N response tokens of all sequences, T tokens of a sequence.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -20,6 +20,7 @@ from msrl.errors import MsrlError
 from msrl.plan.derived import world_size
 from msrl.platforms.base import Platform
 from msrl.rollout.weights.digest import Digests, add_digests, differences, file_digests
+from msrl.tracking.progress import progress
 from msrl.trainer.objective.batches import BatchLimits
 from msrl.trainer.objective.requests import TokenRequest
 from msrl.types import Floats, Ints, Prompt, SamplingParams
@@ -70,7 +71,13 @@ class SampledTokens:
 
 def collect(target: Target, platform: Platform) -> Evidence:
     """Start ranks and an engine, and return the evidence about their agreement."""
-    with open_ranks(target, platform) as trainers, open_engine(target, platform) as engine:
+    with contextlib.ExitStack() as stack:
+        with progress("starting the training ranks", total=1, unit="model replica") as bar:
+            trainers = stack.enter_context(open_ranks(target, platform))
+            bar.advance()
+        with progress("starting the engine", total=1, unit="engine") as bar:
+            engine = stack.enter_context(open_engine(target, platform))
+            bar.advance()
         return compare(target, trainers, engine)
 
 
@@ -103,6 +110,7 @@ def open_engine(target: Target, platform: Platform) -> Iterator[VllmEngine]:
         plan.config,
         plan.model.hf_dir,
         dtype=plan.dtype,
+        logits_dtype=plan.config.model.logits_dtype,
         max_model_len=target.max_model_len,
         random_weights=True,
     )
@@ -116,11 +124,16 @@ def open_engine(target: Target, platform: Platform) -> Iterator[VllmEngine]:
 def compare(target: Target, trainers: TrainerGroup, engine: VllmEngine) -> Evidence:
     """Return the evidence about running ranks and a running engine."""
     probes = _probes(target)
-    if target.plan.rollout.engine.prefix_cache:
-        engine.generate(probes, _plain(1), 0)  # fills the cache with keys of random weights
-    sent, received = transfer(target, trainers, engine)
-    cache = _cache_probe(engine, probes) if target.plan.rollout.engine.prefix_cache else None
-    samples = _sample(target, engine)
+    has_cache = target.plan.rollout.engine.prefix_cache
+    with progress("loading the weights into the engine", total=1, unit="engine") as bar:
+        if has_cache:
+            engine.generate(probes, _plain(1), 0)  # fills the cache with keys of random weights
+        sent, received = transfer(target, trainers, engine)
+        bar.advance()
+    with progress("sampling", total=len(target.prompts), unit="sequences") as bar:
+        cache = _cache_probe(engine, probes) if has_cache else None
+        samples = _sample(target, engine)
+        bar.advance(len(samples.token_ids))
     expected = reference.score(
         target.source,
         target.plan.dtype,
@@ -128,11 +141,14 @@ def compare(target: Target, trainers: TrainerGroup, engine: VllmEngine) -> Evide
         samples.longest,
         target.sampling,
     )
-    return Evidence(
-        sampling=target.sampling,
-        engine=_engine_component(target, engine, samples, _worst(sent, received)),
-        trainer=_trainer_component(target, trainers, samples, sent),
-        reference=Component(
+    logprobs = _logprobs(target, trainers, engine, samples, expected)
+    with progress("recording the layers of engine and ranks", total=2, unit="passes") as bar:
+        engine_component = _engine_component(target, engine, samples, _worst(sent, received))
+        bar.advance()
+        trainer_component = _trainer_component(target, trainers, samples, sent)
+        bar.advance()
+    with progress("comparing with files and record", total=2, unit="comparisons") as bar:
+        reference_component = Component(
             dtype=target.plan.dtype,
             digests=_file_digests(target),
             settings=expected.settings,
@@ -140,12 +156,20 @@ def compare(target: Target, trainers: TrainerGroup, engine: VllmEngine) -> Evide
                 target.reference_dir, with_template=target.has_folder_template
             ),
             activations=expected.activations,
-        ),
-        logprobs=_logprobs(target, trainers, engine, samples, expected),
+        )
+        bar.advance()
+        recorded = _score_record(target, trainers)
+        bar.advance()
+    return Evidence(
+        sampling=target.sampling,
+        engine=engine_component,
+        trainer=trainer_component,
+        reference=reference_component,
+        logprobs=logprobs,
         cache=cache,
         adapted=target.adapted,
         base_digests={} if target.base is None else _digests(target.base, target.plan.dtype),
-        recorded=_score_record(target, trainers),
+        recorded=recorded,
     )
 
 
@@ -228,35 +252,41 @@ def _logprobs(
     samples: SampledTokens,
     expected: reference.ReferenceScores,
 ) -> Logprobs:
-    count, temperature = len(samples.token_ids), target.sampling.temperature
-    score = partial(_trainer_logprobs, trainers, samples)
-    return Logprobs(
-        sampled=np.concatenate(samples.logprobs),
-        trainer=score(count, temperature),
-        engine_together=samples.responses(engine.score(samples.token_ids), first=1),
-        engine_alone=samples.responses(_one_by_one(engine, samples), first=1),
-        trainer_packed=score(count, 1.0),
-        trainer_alone=score(1, 1.0),
-        reference=samples.responses(expected.raw, first=1),
-        reference_tempered=samples.responses(expected.tempered, first=1),
-        reference_filtered=samples.responses(expected.filtered, first=1),
-    )
+    count = len(samples.token_ids)
+    with progress("scoring with the engine", total=2 * count, unit="sequences") as bar:
+        together = samples.responses(engine.score(samples.token_ids), first=1)
+        bar.advance(count)
+        alone = samples.responses(_one_by_one(engine, samples, bar.advance), first=1)
+    with progress("scoring with the training ranks", total=4 * count, unit="sequences") as bar:
+
+        def score(per_batch: int, request: TokenRequest) -> Floats:
+            values = trainers.forward(request, samples.sequences(), BatchLimits(per_batch))
+            bar.advance(count)
+            return samples.responses(values["logprobs"], first=0)
+
+        is_rounded = target.plan.dtype == "bfloat16"
+        return Logprobs(
+            sampled=np.concatenate(samples.logprobs),
+            trainer=score(count, TokenRequest(temperature=target.sampling.temperature)),
+            engine_together=together,
+            engine_alone=alone,
+            trainer_packed=score(count, TokenRequest()),
+            trainer_alone=score(1, TokenRequest()),
+            reference=samples.responses(expected.raw, first=1),
+            reference_tempered=samples.responses(expected.tempered, first=1),
+            reference_filtered=samples.responses(expected.filtered, first=1),
+            trainer_in_float32=score(1, TokenRequest(in_float32=True)) if is_rounded else None,
+        )
 
 
-def _trainer_logprobs(
-    trainers: TrainerGroup, samples: SampledTokens, per_batch: int, temperature: float
-) -> Floats:
-    """Return the ranks' log-probabilities of all response tokens, [N]."""
-    request = TokenRequest(temperature=temperature)
-    values = trainers.forward(request, samples.sequences(), BatchLimits(per_batch))
-    return samples.responses(values["logprobs"], first=0)
-
-
-def _one_by_one(engine: VllmEngine, samples: SampledTokens) -> list[Floats]:
+def _one_by_one(
+    engine: VllmEngine, samples: SampledTokens, advance: Callable[[], None]
+) -> list[Floats]:
     rows: list[Floats] = []
     for ids in samples.token_ids:
         engine.forget_prompts()
         rows += engine.score([ids])
+        advance()
     return rows
 
 

@@ -17,6 +17,7 @@ from msrl.errors import MsrlError
 from msrl.models.families import shape_from_config
 from msrl.models.hf_config import HfConfig
 from msrl.models.shape import Shape
+from msrl.tracking.progress import progress
 from msrl.types import Floats, Ints, SamplingParams
 
 if TYPE_CHECKING:
@@ -78,13 +79,21 @@ def score(
         print("The model does not fit into memory: scoring layer by layer", file=sys.stderr)
         logits = layerwise.transformers_logits(source, tokens, rounding)
         return _scores(logits, sequences, sampling, {}, {})
-    model = transformers_model(source, rounding)
     recorder = Recorder()
-    with torch.inference_mode():
-        logits = [layerwise.outputs(model, torch.tensor([ids]), source.shape)[0] for ids in tokens]
+    logits: list[Tensor] = []
+    total = len(tokens) + 1
+    with (
+        torch.inference_mode(),
+        progress("scoring with transformers", total=total, unit="sequences") as bar,
+    ):
+        model = transformers_model(source, rounding)
+        for ids in tokens:
+            logits.append(layerwise.outputs(model, torch.tensor([ids]), source.shape)[0])
+            bar.advance()
         for number, layer in decoder_layers(model, source.shape.num_layers):
             recorder.watch(layer_name(number), layer, layer_output)
         layerwise.outputs(model, torch.tensor([tokens[recorded]]), source.shape)
+        bar.advance()
     activations = by_layer(recorder.end(), len(tokens[recorded]))
     settings = config_settings(model.config.to_dict(), source.shape)
     return _scores(logits, sequences, sampling, activations, settings)

@@ -19,6 +19,8 @@ def as_json(verdict: Verdict, evidence: Evidence) -> str:
         "healthy": cause is None,
         "cause": None if cause is None else asdict(cause),
         "limits": asdict(verdict.limits),
+        "rounding": None if verdict.rounding is None else _finite(asdict(verdict.rounding)),
+        "outside_clip_range": verdict.outside_clip_range,
         "dtypes": {"engine": evidence.engine.dtype, "trainer": evidence.trainer.dtype},
         "comparisons": [
             {"compared": each.compared, "healthy": each.is_healthy, **_finite(asdict(each.gap))}
@@ -35,20 +37,39 @@ def _finite(values: dict[str, Any]) -> dict[str, Any]:
 
 def as_text(verdict: Verdict, evidence: Evidence) -> str:
     """Return a table of the differences, the verdict and the remedy."""
-    limits = verdict.limits
-    rounding = (
-        f"engine {evidence.engine.dtype}, trainer {evidence.trainer.dtype}: up to mean "
-        f"{limits.mean:g} and p99 {limits.p99:g} nats is rounding"
+    lines = [_limits_line(verdict, evidence), *verdict_lines(verdict, evidence)]
+    return "\n".join([*table_lines(_rows(verdict)), "", *lines])
+
+
+def _limits_line(verdict: Verdict, evidence: Evidence) -> str:
+    limits, rounding, dtype = verdict.limits, verdict.rounding, evidence.trainer.dtype
+    healthy = f"up to mean {limits.mean:.2g} and p99 {limits.p99:.2g} nats is rounding"
+    if rounding is None:
+        return f"engine {evidence.engine.dtype}, trainer {dtype}: {healthy}"
+    return (
+        f"{dtype} changes the trainer's own log-probabilities by mean {rounding.mean:.2g} and p99 "
+        f"{rounding.p99:.2g} nats, compared with float32: {healthy}"
     )
-    return "\n".join([*table_lines(_rows(verdict)), "", rounding, *verdict_lines(verdict)])
 
 
-def verdict_lines(verdict: Verdict) -> list[str]:
+def verdict_lines(verdict: Verdict, evidence: Evidence) -> list[str]:
     """Return the verdict and the remedy, a line each."""
     cause = verdict.cause
-    if cause is None:
+    if cause is not None:
+        return [
+            f"verdict: {cause.name} ({cause.where}): {cause.problem}.",
+            f"remedy: {cause.remedy}",
+        ]
+    if verdict.rounding is None:
         return ["verdict: healthy. Sampling and training agree."]
-    return [f"verdict: {cause.name} ({cause.where}): {cause.problem}.", f"remedy: {cause.remedy}"]
+    dtype, gap = evidence.trainer.dtype, verdict.comparisons[0].gap
+    return [
+        f"verdict: healthy. Sampling and training differ by rounding of {dtype}, mean "
+        f"{gap.mean:.2g} nats.",
+        f"cost: {verdict.outside_clip_range:.1%} of the tokens have a probability ratio outside of "
+        "0.8 to 1.2 because of it. model.logits_dtype=float32 may lower it, model.dtype=float32 "
+        "removes it.",
+    ]
 
 
 def _rows(verdict: Verdict) -> list[tuple[str, ...]]:

@@ -1,24 +1,63 @@
 """Gap between the log-probabilities of engine and trainer in each step, and its alarm.
 
+The alarm compares the gap with what rounding of bfloat16 changes in the log-probabilities of the
+policy itself. The first step measures it, and later runs of the same folder read it.
+
 T tokens of a sequence. Only tokens of the version that the trainer has at the start of a step
 count: the gap of older ones includes the updates since.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
 
-from msrl.diagnose.gap import Gap, healthy_range, measure
+from msrl.config.sections.general import ModelConfig
+from msrl.diagnose.gap import Gap, HealthyRange, healthy_range, measure, rounding_range
+from msrl.files import write_text
 from msrl.tracking.rollouts import LoggedValues
+from msrl.trainer.objective.batches import BatchLimits, select
+from msrl.trainer.objective.requests import TokenRequest
+from msrl.workflows.rl.step import Clock
 from msrl.workflows.rl.update.batches import PreparedStep
+from msrl.workflows.training.trainer_group import TrainerGroup
 
 METRIC = "rollout/logprob_gap"
 _P99 = f"{METRIC}_p99"
 _MEAN_IN_UPDATE = "sampler_logprob_difference"
+ROUNDING_FILE = "rounding.json"
+_MAX_SEQUENCES = 32  # whose rounding is measured
+
+
+def measured_rounding(
+    prepared: PreparedStep, trainers: TrainerGroup, temperature: float
+) -> Gap | None:
+    """Return what rounding changes in the policy's log-probabilities; None without tokens.
+
+    The ranks score some sequences of a step twice, in the dtype of the model and in float32, one
+    sequence at a time. Call it before the first update.
+    """
+    trainable = prepared.trainable
+    numbers = [number for number, mask in enumerate(trainable) if mask.any()]
+    step = max(1, len(numbers) // _MAX_SEQUENCES)
+    chosen = numbers[::step][:_MAX_SEQUENCES]
+    if not chosen:
+        return None
+    sampled = prepared.sequences._replace(loss_masks=trainable, fields={})
+    sequences = select(sampled, chosen)
+    rows = [
+        trainers.forward(
+            TokenRequest(temperature=temperature, in_float32=in_float32), sequences, BatchLimits(1)
+        )["logprobs"]
+        for in_float32 in (False, True)
+    ]
+    mask = np.concatenate(sequences.loss_masks)
+    rounded, exact = (np.concatenate(row)[mask] for row in rows)
+    return measure(rounded, exact)
 
 
 def measured_gap(prepared: PreparedStep, values: LoggedValues, version: int | None) -> Gap | None:
@@ -46,10 +85,10 @@ def measured_gap(prepared: PreparedStep, values: LoggedValues, version: int | No
 
 @dataclass
 class GapMonitor:
-    """Metrics of the gap in each step, and a warning when it leaves the range of its dtype.
+    """Metrics of the gap in each step, and a warning when rounding does not explain it.
 
     Attributes:
-        dtype: dtype of engine and trainer.
+        model: Settings of the model, with the dtype of engine and trainer.
         run_dir: Folder of the run.
         note: Function that logs a line.
         is_async: Whether older versions may have sampled tokens of a step.
@@ -57,12 +96,49 @@ class GapMonitor:
             Its loss has measured the mean then.
     """
 
-    dtype: str
+    model: ModelConfig
     run_dir: Path
     note: Callable[[str], None]
     is_async: bool
     has_one_update: bool
+    _limits: HealthyRange | None = None
     _is_raised: bool = False
+
+    def prepare(
+        self, prepared: PreparedStep, trainers: TrainerGroup, temperature: float, clock: Clock
+    ) -> None:
+        """Measure the rounding of the model, unless the run has recorded it.
+
+        Call it before the first update of a step.
+        """
+        if self.model.dtype != "bfloat16" or self._limits is not None:
+            return
+        rounding = self._recorded()
+        if rounding is None:
+            with clock("logprobs"):
+                rounding = measured_rounding(prepared, trainers, temperature)
+            if rounding is None:
+                return
+            text = json.dumps({**self._settings(), **asdict(rounding)}, indent=2)
+            write_text(self.run_dir / ROUNDING_FILE, f"{text}\n")
+        self._limits = rounding_range(rounding)
+
+    def _settings(self) -> dict[str, str]:
+        """Return the settings that the rounding depends on."""
+        return {
+            "dtype": self.model.dtype,
+            "logits_dtype": self.model.logits_dtype or self.model.dtype,
+        }
+
+    def _recorded(self) -> Gap | None:
+        """Return the rounding that the run has recorded with its present settings."""
+        path = self.run_dir / ROUNDING_FILE
+        try:
+            values = json.loads(path.read_text(encoding="utf-8"))
+            settings = {name: values.pop(name) for name in self._settings()}
+            return Gap(**values) if settings == self._settings() else None
+        except (OSError, ValueError, KeyError, TypeError):
+            return None  # it is measured again
 
     def metrics(
         self,
@@ -92,15 +168,17 @@ class GapMonitor:
     def _check(self, step: int, metrics: Mapping[str, float]) -> None:
         if not metrics:
             return
-        limits, mean, p99 = healthy_range(self.dtype), metrics[METRIC], metrics.get(_P99)
+        limits = self._limits or healthy_range(self.model.dtype)
+        mean, p99 = metrics[METRIC], metrics.get(_P99)
         is_raised = not (mean <= limits.mean and (p99 is None or p99 <= limits.p99))
         if is_raised and not self._is_raised:
-            measured, healthy = f"{mean:.2g}", f"mean {limits.mean:g}"
+            measured, healthy = f"{mean:.2g}", f"mean {limits.mean:.2g}"
             if p99 is not None:
-                measured, healthy = f"{measured} (p99 {p99:.2g})", f"{healthy}, p99 {limits.p99:g}"
+                measured = f"{measured} (p99 {p99:.2g})"
+                healthy = f"{healthy}, p99 {limits.p99:.2g}"
             self.note(
                 f"warning: step {step}: {METRIC}={measured} nats: engine and trainer differ more "
-                f"than {self.dtype} explains ({healthy}). Find the cause: msrl diagnose mismatch "
-                f"{self.run_dir}"
+                f"than rounding of {self.model.dtype} explains for this model ({healthy}). Find "
+                f"the cause: msrl diagnose mismatch {self.run_dir}"
             )
         self._is_raised = is_raised

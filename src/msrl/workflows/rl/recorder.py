@@ -38,12 +38,13 @@ class Recorder:
         )
         self._token_values = TokenValues(config, trainers, self.rollouts, session.note)
         has_one_update = updates_per_step(config) == 1 and not is_async
-        self._gaps = GapMonitor(
-            config.model.dtype, self._run_dir, session.note, is_async, has_one_update
-        )
+        self._trainers = trainers
+        self._gaps = GapMonitor(config.model, self._run_dir, session.note, is_async, has_one_update)
 
     def token_values(self, prepared: PreparedStep, clock: Clock) -> LoggedValues:
         """Compute the values of `log.tokens`. Call it before the first update of a step."""
+        temperature = self._job.config.rollout.sampling.temperature
+        self._gaps.prepare(prepared, self._trainers, temperature, clock)
         return self._token_values.of_step(prepared, clock)
 
     def record(
