@@ -54,12 +54,13 @@ def test_a_server_of_pages_listens_on_loopback(tmp_path: Path):
 
 @pytest.mark.slow
 @pytest.mark.full
-def test_preference_training_on_two_ranks_listens_on_loopback(tmp_path: Path):
+@pytest.mark.parametrize("command", ["train-dpo", "train-rm"])
+def test_preference_training_on_two_ranks_listens_on_loopback(command: str, tmp_path: Path):
     save_model(tmp_path / "model", tied=False, positions=256)
     pairs = [{"prompt": f"{i}=", "chosen": f"{i}", "rejected": "no"} for i in range(16)]
     preprocess(tmp_path, "pairs", pairs, "pairs")
     cluster = {"devices_per_node": 2}
-    file = write_config(tmp_path / "dpo.yaml", settings(tmp_path, "dpo", cluster=cluster))
-    command = Command("train-dpo", "-c", str(file), log=tmp_path / "log")
-    assert command.wait() == 0, command.output()
-    assert set().union(*command.listening.values()) == {"127.0.0.1"}
+    file = write_config(tmp_path / "run.yaml", settings(tmp_path, "run", cluster=cluster))
+    running = Command(command, "-c", str(file), log=tmp_path / "log")
+    assert running.wait() == 0, running.output()
+    assert set().union(*running.listening.values()) == {"127.0.0.1"}
