@@ -104,6 +104,8 @@ class VllmEngine:
         self._memory = EngineMemory(self._llm, sleep_level(settings.engine, platform))
         self._routed = RoutedRequests(self.call_workers)
         self.call_workers("change_sampler")
+        if platform.token_multiple(torch.bfloat16) > 1 and is_eager(settings.engine, platform):
+            self.call_workers("pad_products")
         if settings.logits_dtype is not None:
             self._check_logits(settings.logits_dtype)
         if settings.records_routes:

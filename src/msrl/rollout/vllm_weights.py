@@ -16,6 +16,7 @@ from msrl.models.entries import stack_sizes
 from msrl.models.families import load_shape
 from msrl.platforms import bind_stores
 from msrl.rollout.engine import checked_weights, expected_weights
+from msrl.rollout.vllm_products import ProductChanges
 from msrl.rollout.vllm_recording import ForwardRecorder
 from msrl.rollout.vllm_routes import RouteRecorder
 from msrl.rollout.vllm_sampler import SamplerChanges
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
 _VERSION = 0  # of a channel between an engine and its own workers
 
 
-class WeightReceiver(ForwardRecorder, RouteRecorder, SamplerChanges):
+class WeightReceiver(ForwardRecorder, ProductChanges, RouteRecorder, SamplerChanges):
     """Methods that vLLM adds to its worker (`worker_extension_cls`); `self` is that worker."""
 
     model_runner: Any
