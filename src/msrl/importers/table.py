@@ -159,9 +159,8 @@ class Table:
 
     def has_names(self, key: str) -> bool:
         """Return True if the user chooses the keys inside the value of a key."""
-        return any(
-            name == canonical(key) and row.form == "names" for (_, name), row in self.rows.items()
-        )
+        name = canonical(key)
+        return any(row.form == "names" and name == other for (_, other), row in self.rows.items())
 
     def is_untranslated(self, key: str) -> bool:
         """Return True if the original has this key, and no section here has a row for it."""
@@ -181,7 +180,8 @@ class Table:
 
     def elsewhere(self, key: str) -> str:
         """Return a hint to the sections that have this key; empty if there are none."""
-        sections = [section for section, name in self.rows if name == canonical(key)]
+        own = canonical(key)
+        sections = [section for section, name in self.rows if name == own]
         return f"it belongs in {' or '.join(sections)}" if sections else ""
 
 
