@@ -45,6 +45,7 @@ from training_runs import (
 )
 
 MAX_KILLS = 3
+LIMIT_S = 3600.0  # of a command that is not killed, also on a busy machine
 END_S = 90.0  # Ray's agents look for their head for a minute
 HIDDEN = (".part", ".partial", ".new", ".old", ".unverified")
 TWO_RANKS = {"platform": "cpu", "devices_per_node": 2, "rpc_timeout_s": 180.0}
@@ -381,7 +382,7 @@ def reference(kind: Kind, name: str, root: Path) -> tuple[Any, float]:
         folder.mkdir()
         case = Case(kind, name, folder)
         command = case.start()
-        case.wait(command, 600.0)
+        case.wait(command, LIMIT_S)
         result = kind.result(folder) if name == "serve" else None
         seconds = time.monotonic() - start
         case.stop(command)
@@ -411,7 +412,7 @@ def run_case(name: str, root: Path, seed: int, limit: float) -> Row:
                 row.kills[killed] += 1
                 print(f"  {name}: killed {killed}", flush=True)
         else:
-            case.wait(command, 600.0)
+            case.wait(command, LIMIT_S)
         if not case.is_done(command):
             continue
         if command.process.poll() in (None, 0):
