@@ -20,16 +20,22 @@ class FaultyWorker(DiagnoseWorker):
 
     def set_fault(self, fault: str) -> None:
         """Inject a fault, or undo it."""
-        from msrl.trainer.model.rope import RotaryTable
+        from msrl.models.decoder import with_attention
+        from msrl.trainer.model.layers import CoreAttention
+        from msrl.trainer.model.rope import RotaryTables
 
         policy, before = self._training_rank.policy, self._fault
         self._fault = fault
         if "rope" in (fault, before):
             theta = 500.0 if fault == "rope" else self._theta
-            self._theta = policy.shape.rope_theta
-            policy.shape = replace(policy.shape, rope_theta=theta)
+            self._theta = policy.shape.rotary.theta
+            rotary = replace(policy.shape.rotary, theta=theta)
+            policy.shape = with_attention(policy.shape, rotary=rotary)
+            for module in policy.model.modules():
+                if isinstance(module, CoreAttention):
+                    module.rotary = rotary
             position = policy.position
-            policy.rotary = RotaryTable(policy.shape, position.dtype, position.device)
+            policy.rotary = RotaryTables(policy.shape, position.dtype, position.device)
         if "adapter" in (fault, before):
             self._fill_adapters(0.05 if fault == "adapter" else 0.0)
 

@@ -8,7 +8,7 @@ import pytest
 
 from mixture_families import DEEPSEEK_V2, QWEN3_MOE
 from msrl.memory.flops import training_flops
-from msrl.models.shape import Attention
+from msrl.models.shape import Dense, Layer
 from msrl.platforms import NAMES, get
 from msrl.platforms.cuda import peak_flops as cuda_peak
 from msrl.platforms.npu import peak_flops as npu_peak
@@ -16,10 +16,10 @@ from test_models import QWEN2, shape
 
 
 def test_flops_of_a_dense_model_match_a_hand_calculation():
-    model = dataclasses.replace(
-        shape(QWEN2), num_layers=2, hidden_size=8, ffn_hidden_size=10, num_attention_heads=4,
-        num_query_groups=2, head_dim=3, vocab_size=7
-    )  # fmt: skip
+    layer = shape(QWEN2).layers[0]
+    mixer = dataclasses.replace(layer.mixer, num_heads=4, num_groups=2, head_dim=3)
+    layer = Layer(mixer, Dense(10))
+    model = dataclasses.replace(shape(QWEN2), layers=(layer, layer), hidden_size=8, vocab_size=7)
     # A layer: queries 8 x 12, keys and values 8 x 6 each, output 12 x 8, three matrices 8 x 10:
     # 96 + 96 + 96 + 240 = 528 weights.
     # Sequences of 3 and 5 tokens: 8 tokens; 6 + 15 pairs of 4 heads, with 3 channels of scores and
@@ -33,7 +33,9 @@ def test_flops_of_a_dense_model_match_a_hand_calculation():
     )
     # In the second layer, a token attends to itself and its predecessor:
     # 5 pairs of 3 tokens, 9 of 5.
-    windowed = dataclasses.replace(model, attention=Attention(window=2, window_layers=(1,)))
+    windowed = dataclasses.replace(
+        model, layers=(layer, Layer(dataclasses.replace(mixer, window=2), Dense(10)))
+    )
     assert training_flops(windowed, [3, 5], 4) == 3 * (
         2 * products + attention + 2 * (5 + 9) * 4 * 6
     )
@@ -57,10 +59,10 @@ def test_only_active_experts_count():
     model = shape(QWEN3_MOE)
     moe = model.moe
     assert moe is not None
-    more = dataclasses.replace(
-        model, moe=dataclasses.replace(moe, experts_per_token=moe.experts_per_token + 1)
-    )
-    one_expert = 3 * model.hidden_size * moe.ffn_hidden_size * sum(moe.layers)
+    larger = dataclasses.replace(moe, experts_per_token=moe.experts_per_token + 1)
+    layers = tuple(Layer(layer.mixer, larger) for layer in model.layers)
+    more = dataclasses.replace(model, layers=layers)
+    one_expert = 3 * model.hidden_size * moe.ffn_hidden_size * model.num_layers
     assert training_flops(more, [10], 10) - training_flops(model, [10], 10) == 6 * 10 * one_expert
 
 
@@ -81,7 +83,7 @@ def test_latent_attention_counts_its_projections():
     )
     weights = sum(
         attention + hidden * (active if is_mixture else 3 * model.ffn_hidden_size)
-        for is_mixture in moe.layers
+        for is_mixture in model.mixture_layers
     )
     expected = 6 * (
         10 * weights + 4 * hidden * model.vocab_size

@@ -207,6 +207,6 @@ def test_a_config_without_rope_settings_has_the_class_s_own() -> None:
         )
     )
     theirs = GptOssConfig().rope_parameters
-    assert ours.rope_theta == theirs["rope_theta"]
+    assert ours.rotary.theta == theirs["rope_theta"]
     for key in ("factor", "beta_fast", "beta_slow", "truncate", "original_max_position_embeddings"):
-        assert getattr(ours.rope_scaling, key) == theirs[key]
+        assert getattr(ours.rotary.scaling, key) == theirs[key]

@@ -69,7 +69,7 @@ def test_shape_of_a_real_model_is_read_from_its_config(
     file: str, parameters: int, tied: bool, theta: float, dtype: str
 ) -> None:
     model = load_shape(shared_data("configs", file))
-    assert (num_parameters(model), model.tie_word_embeddings, model.rope_theta, model.dtype) == (
+    assert (num_parameters(model), model.tie_word_embeddings, model.rotary.theta, model.dtype) == (
         parameters,
         tied,
         theta,
@@ -95,7 +95,7 @@ def test_rules_name_exactly_the_tensors_of_a_published_index(
 
 def test_llama3_scaling_is_read_with_all_its_numbers() -> None:
     model = load_shape(shared_data("configs", "Llama-3.2-3B-Instruct.config.json"))
-    assert model.rope_scaling == Llama3RopeScaling(32.0, 1.0, 4.0, 8192)
+    assert model.rotary.scaling == Llama3RopeScaling(32.0, 1.0, 4.0, 8192)
 
 
 def test_head_size_of_qwen3_is_independent_of_the_hidden_size() -> None:
@@ -234,13 +234,13 @@ def test_a_window_that_no_layer_uses_is_ignored() -> None:
     assert shape(QWEN2, use_sliding_window=True, sliding_window=8, max_window_layers=2) == shape(
         QWEN2
     )
-    assert shape(MISTRAL, sliding_window=None).attention == shape(QWEN2).attention
+    assert all(layer.mixer.window is None for layer in shape(MISTRAL, sliding_window=None).layers)
 
 
 def test_each_family_has_windows_in_its_own_layers() -> None:
     def layers(config: dict[str, Any], **changes: Any) -> list[int | None]:
-        attention = shape(config, num_hidden_layers=4, **changes).attention
-        return [attention.layer_window(layer) for layer in range(4)]
+        model = shape(config, num_hidden_layers=4, **changes)
+        return [layer.mixer.window for layer in model.layers]
 
     assert layers(QWEN2, use_sliding_window=True, sliding_window=8, max_window_layers=3) == [
         None,
@@ -265,7 +265,7 @@ def test_missing_yarn_settings_have_the_defaults_of_transformers() -> None:
     """
     scaling = shape(
         QWEN2, rope_scaling={"type": "yarn", "factor": 4.0}, max_position_embeddings=64
-    ).rope_scaling
+    ).rotary.scaling
     assert scaling == YarnRopeScaling(4.0, 32.0, 1.0, 64, pytest.approx(1.1386294), True)
     both = {
         "type": "yarn",
@@ -274,7 +274,7 @@ def test_missing_yarn_settings_have_the_defaults_of_transformers() -> None:
         "mscale_all_dim": 0.707,
         "original_max_position_embeddings": 4096,
     }
-    assert shape(QWEN2, rope_scaling=both).rope_scaling == YarnRopeScaling(
+    assert shape(QWEN2, rope_scaling=both).rotary.scaling == YarnRopeScaling(
         40.0, 32.0, 1.0, 4096, 1.0, True, 0.707
     )
 

@@ -97,9 +97,9 @@ def config_with(name: str, settings: dict[str, Any]) -> dict[str, Any]:
 
 def settings_of(shape: Shape) -> dict[str, Any]:
     """Return the settings in the form of transformers' `rope_parameters`."""
-    scaling = shape.rope_scaling
+    scaling = shape.rotary.scaling
     kinds = {YarnRopeScaling: "yarn", LinearRopeScaling: "linear", Llama3RopeScaling: "llama3"}
-    settings = {"rope_theta": shape.rope_theta, "rope_type": kinds.get(type(scaling), "default")}
+    settings = {"rope_theta": shape.rotary.theta, "rope_type": kinds.get(type(scaling), "default")}
     for key in ("factor", "original_max_position_embeddings"):
         if hasattr(scaling, key):
             settings[key] = getattr(scaling, key)

@@ -231,7 +231,7 @@ def test_a_platform_without_a_kernel_logs_the_reason_and_uses_torch(
     fused.select_kernel.cache_clear()
     query, key, value = inputs()
     expected = block_diagonal_attention(query, key, value, LENGTHS, SCALE)
-    packed = PackedSequences(LENGTHS, query, query)
+    packed = PackedSequences(LENGTHS, {})
     torch.testing.assert_close(packed_attention(query, key, value, packed, SCALE), expected)
     assert not caplog.text, "the CPU has no fused kernel, so nothing is logged"
     fused.select_kernel.cache_clear()

@@ -248,12 +248,11 @@ class MegatronKeys:
         empty = self._num_empty_layers() if name == "num_layers" else 0
         if empty and isinstance(expected, int):
             expected += empty
-        moe = None if shape is None else shape.moe
         kind = self.keys.value("moe_router_load_balancing_type")
         if name in ("moe.num_groups", "moe.num_chosen_groups") and kind in WITHOUT_GROUPS:
             reason = f"moe_router_load_balancing_type is {kind}, which has no groups"
             self.translation.record(entry, KeyStatus.DEAD, reason)
-        elif name == "ffn_hidden_size" and moe is not None and all(moe.layers):
+        elif name == "ffn_hidden_size" and shape is not None and all(shape.mixture_layers):
             reason = "every layer has experts, whose size is moe_ffn_hidden_size"
             self.translation.record(entry, KeyStatus.DEAD, reason)
         elif expected is None or self.translation.row(entry).is_off(entry.value):
@@ -298,10 +297,10 @@ def _property(shape: Shape | None, name: str) -> object:
     if shape is None or (shape.mla and name in ("head_dim", "qk_norm", "rotary_share")):
         return None
     if name == "rotary_share":
-        return shape.rotated_channels / shape.head_dim
-    if name == "rope_scaling.kind":
-        kind = type(shape.rope_scaling).__name__
-        return "none" if shape.rope_scaling is None else kind.removesuffix("RopeScaling").lower()
+        return shape.rotary.channels / shape.head_dim
+    if name == "rotary.scaling.kind":
+        kind = type(shape.rotary.scaling).__name__
+        return "none" if shape.rotary.scaling is None else kind.removesuffix("RopeScaling").lower()
     value: Any = shape
     for key in name.split("."):
         value = getattr(value, key, None)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from msrl.config.sections.train import RecomputeConfig
-from msrl.models.shape import Mla, Moe, Shape
+from msrl.models.shape import Attention, Dense, Layer, Mixer, Mla, Moe, Shape
 
 _FP32_BYTES = 4
 _MASK_BLOCK = 512  # queries per block of the attention mask (`trainer/model/attention.py`)
@@ -89,7 +89,7 @@ class LayerBytes(NamedTuple):
 
 def layer_bytes(
     shape: Shape,
-    layer: int,
+    layer: Layer,
     batch: Pass,
     spread: Spread,
     saved_inputs: frozenset[str] = frozenset(LINEARS),
@@ -105,48 +105,48 @@ def layer_bytes(
     norm_tokens = tokens // spread.tp if spread.sp else tokens
     row = norm_tokens * shape.hidden_size * element
     scales = norm_tokens * _FP32_BYTES
-    is_mixture = shape.moe is not None and shape.moe.layers[layer]
+    mixer, block = layer.mixer, layer.feed_forward
     # Inputs of the two norms; outputs of the norms, which are inputs of the first linear layers.
     attention = row + 2 * scales + row * ("linear_qkv" in saved_inputs)
     if shape.post_norms:
         attention += 2 * (row + scales)
     normed = row * ("linear_fc1" in saved_inputs)
-    if shape.mla is not None:
-        latent, core = _latent_attention(shape, shape.mla, batch, spread, norm_tokens, saved_inputs)
+    if isinstance(mixer, Mla):
+        latent, core = _latent_attention(mixer, batch, spread, norm_tokens, saved_inputs)
         attention, inputs = attention + latent, 0
     else:
-        core, inputs = _core_attention(shape, layer, batch, spread, "linear_proj" in saved_inputs)
-    if is_mixture and shape.moe is not None:
-        inner = _inner_tensors(shape, is_grouped=is_grouped)
-        forward = _mixture(shape, shape.moe, batch, spread, norm_tokens, saved_inputs, inner)
-    else:
+        core, inputs = _core_attention(mixer, batch, spread, "linear_proj" in saved_inputs)
+    if isinstance(block, Dense):
         saves_product = "linear_fc2" in saved_inputs
-        forward = _feed_forward(shape, shape.ffn_hidden_size, tokens, element, saves_product)
+        forward = _feed_forward(shape, block.hidden_size, tokens, element, saves_product)
         forward //= spread.tp
+    else:
+        inner = _inner_tensors(shape, is_grouped=is_grouped)
+        forward = _mixture(shape, block, batch, spread, norm_tokens, saved_inputs, inner)
     return LayerBytes(row, attention + normed, core, inputs, forward)
 
 
 def _core_attention(
-    shape: Shape, layer: int, batch: Pass, spread: Spread, saves_output: bool
+    attention: Attention, batch: Pass, spread: Spread, saves_output: bool
 ) -> tuple[int, int]:
     """Return (bytes saved from the QKV to the output projection, the same with recomputation)."""
     element, core = batch.element_bytes, batch.core_bytes
-    tokens, heads = batch.num_tokens // spread.cp, shape.num_attention_heads // spread.tp
-    q = tokens * heads * shape.head_dim
-    kv = tokens * key_heads(shape, spread) * shape.head_dim
-    projected_keys = tokens * max(shape.num_query_groups // spread.tp, 1) * shape.head_dim
+    tokens, heads = batch.num_tokens // spread.cp, attention.num_heads // spread.tp
+    q = tokens * heads * attention.head_dim
+    kv = tokens * key_heads(attention, spread) * attention.head_dim
+    projected_keys = tokens * max(attention.num_groups // spread.tp, 1) * attention.head_dim
     projected = (q + 2 * projected_keys) * element
     # The projection interleaves the query heads of a group with its keys, so groups need a copy.
-    copied_query = q * element if shape.heads_per_group > 1 else 0
-    window = shape.attention.layer_window(layer)
+    copied_query = q * element if attention.heads_per_group > 1 else 0
+    window, has_norms = attention.window, attention.qk_norm is not None
     is_windowed = window is not None and window < batch.longest
     is_received = spread.gathers_keys or spread.head_ranks > 1
     # Without a ring, attention pieces are concatenated and windows are computed in blocks.
     has_pieces = spread.ring_size == 1 and (batch.is_packed or is_windowed)
     is_copied = core > element or is_received or has_pieces
     has_new_values = is_received or core > element  # else values are views of the projection
-    saved = projected if not has_new_values or shape.qk_norm else 0
-    saved += copied_query if shape.qk_norm else 0
+    saved = projected if not has_new_values or has_norms else 0
+    saved += copied_query if has_norms else 0
     num_gathered = spread.cp if spread.gathers_keys else 1
     # Operands of the products.
     saved += (q + (2 * kv * num_gathered if has_new_values else kv)) * core
@@ -157,9 +157,9 @@ def _core_attention(
     return saved, projected + copied_query + q * element * saves_output
 
 
-def key_heads(shape: Shape, spread: Spread) -> int:
+def key_heads(mixer: Mixer, spread: Spread) -> int:
     """Return the key and value heads of a rank, repeated where more ranks exchange heads."""
-    return max(shape.num_query_groups // spread.tp, spread.head_ranks)
+    return max(mixer.num_groups // spread.tp, spread.head_ranks)
 
 
 def _masks(batch: Pass, spread: Spread, window: int | None) -> int:
@@ -175,7 +175,6 @@ def _masks(batch: Pass, spread: Spread, window: int | None) -> int:
 
 
 def _latent_attention(
-    shape: Shape,
     mla: Mla,
     batch: Pass,
     spread: Spread,
@@ -184,9 +183,9 @@ def _latent_attention(
 ) -> tuple[int, int]:
     """Return (bytes of the latents and their norms, bytes of queries, keys, values and output)."""
     element, core_bytes = batch.element_bytes, batch.core_bytes
-    tokens, heads = batch.num_tokens // spread.cp, shape.num_attention_heads // spread.tp
-    query_dim = mla.nope_head_dim + mla.rope_head_dim
-    first = mla.q_lora_rank or shape.num_attention_heads * query_dim
+    tokens, heads = batch.num_tokens // spread.cp, mla.num_heads // spread.tp
+    query_dim = mla.head_dim
+    first = mla.q_lora_rank or mla.num_heads * query_dim
     down = first + mla.kv_lora_rank + mla.rope_head_dim
     normed = (mla.q_lora_rank or 0) * ("linear_q_up_proj" in saved_inputs)
     normed += mla.kv_lora_rank * ("linear_kv_up_proj" in saved_inputs)

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from msrl.errors import MsrlError
 from msrl.memory.activations import Pass, Spread, key_heads
 from msrl.memory.estimate import bytes_text, full_pass, spread_sizes
-from msrl.models.shape import Shape
+from msrl.models.shape import Mixer, Mla
 from msrl.plan.run_plan import RunPlan
 
 _FP32_BYTES = 4
@@ -24,17 +24,16 @@ class SentBytes(NamedTuple):
     backward: int
 
 
-def sent_bytes(shape: Shape, batch: Pass, spread: Spread) -> SentBytes:
+def sent_bytes(mixer: Mixer, batch: Pass, spread: Spread) -> SentBytes:
     """Return what a rank sends to its context-parallel ranks in the attention of a layer.
 
     Recomputation sends the bytes of the forward pass once more.
     """
     tokens, element = batch.num_tokens // spread.cp, batch.element_bytes
-    query_width, value_width = shape.head_dim, shape.head_dim
-    heads, keys = shape.num_attention_heads // spread.tp, key_heads(shape, spread)
-    if shape.mla is not None:
-        query_width = shape.mla.nope_head_dim + shape.mla.rope_head_dim
-        value_width, keys = shape.mla.v_head_dim, heads
+    query_width, value_width = mixer.head_dim, mixer.head_dim
+    heads, keys = mixer.num_heads // spread.tp, key_heads(mixer, spread)
+    if isinstance(mixer, Mla):
+        value_width, keys = mixer.v_head_dim, heads
     pairs = tokens * keys * (query_width + value_width)
     if spread.gathers_keys:
         gathered = (spread.cp - 1) * pairs * element
@@ -62,7 +61,7 @@ def communication_rows(plan: RunPlan) -> dict[str, str]:
         return {}
     if batch is None:
         return {}
-    sent = sent_bytes(shape, batch, spread_sizes(plan, shape))
+    sent = sent_bytes(shape.attention, batch, spread_sizes(plan, shape))
     return {
         "context parallelism": f"{plan.train.parallel.cp_algo}; in the attention of a layer, a "
         f"rank sends {bytes_text(sent.forward)} forward and {bytes_text(sent.backward)} backward"

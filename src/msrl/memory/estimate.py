@@ -39,7 +39,7 @@ from msrl.models.kv_cache import kv_bytes_per_token
 from msrl.models.parallel_layout import ParallelLayout
 from msrl.models.rules import Vocab
 from msrl.models.select import is_layer, select_names
-from msrl.models.shape import Shape
+from msrl.models.shape import Moe, Shape
 from msrl.plan.run_plan import RunPlan
 
 GB = 10**9
@@ -189,7 +189,7 @@ def _forward_bytes(train: TrainConfig, shape: Shape, batch: Pass, spread: Spread
     num_tokens, num_trained = int(batch.num_tokens * factor), int(batch.num_trained * factor)
     larger = replace(batch, num_tokens=num_tokens, num_trained=num_trained)
     layers = {0, shape.num_layers - 1}
-    layer = max(layer_bytes(shape, number, larger, spread).total for number in layers)
+    layer = max(layer_bytes(shape, shape.layers[number], larger, spread).total for number in layers)
     rows = num_trained // spread.cp
     if train.chunk is not None:
         rows = min(train.chunk, rows)
@@ -292,16 +292,17 @@ def _activations(plan: RunPlan, shape: Shape, stage: int, batch: Pass) -> tuple[
     is_grouped = not adapts_experts(plan.train.lora, shape)
     saved, working = 0, 0
     for chunk in plan.layout.chunks(shape.num_layers, stage):
-        numbers = [layer for layer in chunk if layer is not None]
+        own = [shape.layers[number] for number in chunk if number is not None]
         layers = [
             layer_bytes(shape, layer, batch, spread, saved_inputs, is_grouped=is_grouped)
-            for layer in numbers
+            for layer in own
         ]
-        mixtures = tuple(shape.moe is not None and shape.moe.layers[layer] for layer in numbers)
+        mixtures = tuple(isinstance(layer.feed_forward, Moe) for layer in own)
         size, recomputed = saved_bytes(layers, plan.train.recompute, mixtures)
         saved, working = saved + size, max(working, recomputed + _gradient_bytes(layers))
     tokens = batch.num_tokens // spread.cp
-    rotary_tables = 2 * tokens * shape.rotated_channels * batch.element_bytes
+    rotated = sum(rotary.channels for rotary in shape.rotaries)
+    rotary_tables = 2 * tokens * rotated * batch.element_bytes
     count, num_virtual = passes_in_flight(plan, shape, stage)
     in_flight = -(-(saved + rotary_tables) * count // num_virtual)
     if stage == plan.layout.pp - 1:  # the input of the final norm

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from msrl.models.shape import Mla, Shape
+from msrl.models.shape import Attention, Dense, Layer, Mixer, Mla, Shape
 
 
 def training_flops(
@@ -23,38 +23,41 @@ def training_flops(
     weights. `weight_gradients=False` excludes the latter, for LoRA (gradients of adapters are
     excluded too). Attention has no weights, so its backward pass always counts twice.
     """
-    layers = range(shape.num_layers)
+    layers = shape.layers
     products = sum(lengths) * sum(_layer_weights(shape, layer) for layer in layers)
     products += num_trained * _head_weights(shape)
-    attention = sum(_attention(shape, layer, lengths) for layer in layers)
+    attention = sum(_attention(layer.mixer, lengths) for layer in layers)
     return 2 * products * (3 if weight_gradients else 2) + 3 * attention
 
 
-def _layer_weights(shape: Shape, layer: int) -> int:
+def _layer_weights(shape: Shape, layer: Layer) -> int:
     """Return the number of weights of a layer that are multiplied with one token."""
-    attention = _projections(shape) if shape.mla is None else _latent_projections(shape, shape.mla)
-    if shape.moe is None or not shape.moe.layers[layer]:
-        return attention + 3 * shape.hidden_size * shape.ffn_hidden_size
-    moe = shape.moe
-    active = moe.experts_per_token * moe.ffn_hidden_size + moe.shared_ffn_hidden_size
-    return attention + shape.hidden_size * moe.num_experts + 3 * shape.hidden_size * active
+    mixer, block, hidden = layer.mixer, layer.feed_forward, shape.hidden_size
+    mixing = (
+        _latent_projections(mixer, hidden)
+        if isinstance(mixer, Mla)
+        else _projections(mixer, hidden)
+    )
+    if isinstance(block, Dense):
+        return mixing + 3 * hidden * block.hidden_size
+    active = block.experts_per_token * block.ffn_hidden_size + block.shared_ffn_hidden_size
+    return mixing + hidden * block.num_experts + 3 * hidden * active
 
 
-def _projections(shape: Shape) -> int:
+def _projections(attention: Attention, hidden: int) -> int:
     """Return the number of weights of an attention layer's projections."""
     # Queries and attention outputs, then keys and values.
-    heads = 2 * shape.num_attention_heads + 2 * shape.num_query_groups
-    return shape.hidden_size * heads * shape.head_dim
+    heads = 2 * attention.num_heads + 2 * attention.num_groups
+    return hidden * heads * attention.head_dim
 
 
-def _latent_projections(shape: Shape, mla: Mla) -> int:
+def _latent_projections(mla: Mla, hidden: int) -> int:
     """Return the number of weights of the projections of multi-head latent attention."""
-    heads, query_dim = shape.num_attention_heads, mla.nope_head_dim + mla.rope_head_dim
-    queries = heads * query_dim
+    heads, queries = mla.num_heads, mla.num_heads * mla.head_dim
     from_latent = 0 if mla.q_lora_rank is None else mla.q_lora_rank * queries
-    down = shape.hidden_size * ((mla.q_lora_rank or queries) + mla.kv_lora_rank + mla.rope_head_dim)
+    down = hidden * ((mla.q_lora_rank or queries) + mla.kv_lora_rank + mla.rope_head_dim)
     up = mla.kv_lora_rank * heads * (mla.nope_head_dim + mla.v_head_dim)
-    return down + from_latent + up + heads * mla.v_head_dim * shape.hidden_size
+    return down + from_latent + up + heads * mla.v_head_dim * hidden
 
 
 def _head_weights(shape: Shape) -> int:
@@ -62,16 +65,13 @@ def _head_weights(shape: Shape) -> int:
     return shape.hidden_size * shape.num_outputs
 
 
-def _attention(shape: Shape, layer: int, lengths: Sequence[int]) -> int:
+def _attention(mixer: Mixer, lengths: Sequence[int]) -> int:
     """Return the operations of attention scores and weighted sums over visible pairs."""
-    window = shape.attention.layer_window(layer)
+    is_latent = isinstance(mixer, Mla)
+    window = None if is_latent else mixer.window
     pairs = sum(_visible_pairs(length, window) for length in lengths)
-    channels = (
-        2 * shape.head_dim
-        if shape.mla is None
-        else shape.mla.nope_head_dim + shape.mla.rope_head_dim + shape.mla.v_head_dim
-    )
-    return 2 * pairs * shape.num_attention_heads * channels
+    channels = mixer.head_dim + (mixer.v_head_dim if is_latent else mixer.head_dim)
+    return 2 * pairs * mixer.num_heads * channels
 
 
 def _visible_pairs(length: int, window: int | None) -> int:

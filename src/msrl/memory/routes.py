@@ -5,12 +5,12 @@ from __future__ import annotations
 from msrl.memory.estimate import bytes_text
 from msrl.memory.states import element_bytes
 from msrl.models.kv_cache import kv_bytes_per_token
-from msrl.models.shape import Moe, Shape
+from msrl.models.shape import Shape
 from msrl.plan.run_plan import RunPlan
 from msrl.rollout.engine import BLOCK_TOKENS
 
 
-def route_bytes(plan: RunPlan, moe: Moe) -> int:
+def route_bytes(plan: RunPlan, shape: Shape) -> int:
     """Return the bytes of the routes that the driver holds, for sequences of the maximum length.
 
     They cover a step. With routes of the engines and `rollout.async`, groups that wait for
@@ -19,10 +19,10 @@ def route_bytes(plan: RunPlan, moe: Moe) -> int:
     num_steps = 1
     if plan.train.router.replay == "engine":
         num_steps += plan.rollout.asynchronous.max_staleness
-    return num_steps * plan.samples_per_step * plan.max_model_len * _bytes_per_token(moe)
+    return num_steps * plan.samples_per_step * plan.max_model_len * _bytes_per_token(shape)
 
 
-def engine_route_bytes(plan: RunPlan, shape: Shape, moe: Moe) -> int:
+def engine_route_bytes(plan: RunPlan, shape: Shape) -> int:
     """Return the bytes of the routes that an engine holds for its KV cache and responses.
 
     All sequences have the maximum length. Routes of the cache are stored by block.
@@ -34,11 +34,13 @@ def engine_route_bytes(plan: RunPlan, shape: Shape, moe: Moe) -> int:
         per_token = kv_bytes_per_token(shape, element_bytes(plan), engine.tp)
         blocks = engine.kv_cache_bytes // (per_token * size)
     responses = -(-plan.samples_per_step // plan.num_engines)
-    return (blocks * size + responses * plan.max_model_len) * _bytes_per_token(moe)
+    return (blocks * size + responses * plan.max_model_len) * _bytes_per_token(shape)
 
 
-def _bytes_per_token(moe: Moe) -> int:
-    return sum(moe.layers) * moe.experts_per_token * moe.expert_number_bytes
+def _bytes_per_token(shape: Shape) -> int:
+    moe = shape.moe
+    assert moe is not None
+    return sum(shape.mixture_layers) * moe.experts_per_token * moe.expert_number_bytes
 
 
 def route_rows(plan: RunPlan) -> dict[str, str]:
@@ -47,17 +49,16 @@ def route_rows(plan: RunPlan) -> dict[str, str]:
     Memory for refills is not included: their number is known only in the run.
     """
     shape = plan.shape_or_none
-    moe = shape.moe if shape is not None else None
-    if shape is None or moe is None or not plan.has_rollouts:
+    if shape is None or shape.moe is None or not plan.has_rollouts:
         return {}
     replay = plan.train.router.replay
     if replay == "none":
         return {}
-    size = bytes_text(route_bytes(plan, moe))
+    size = bytes_text(route_bytes(plan, shape))
     if replay == "trainer":
         return {"routing replay": f"at most {size} of routes per step, in the driver's host memory"}
     more = ", and as much for every refill" if plan.rollout.filter.refill else ""
-    own = bytes_text(engine_route_bytes(plan, shape, moe))
+    own = bytes_text(engine_route_bytes(plan, shape))
     return {
         "routing replay": f"at most {size} of routes in the driver's host memory{more}",
         "routing replay, engine": f"at most {own} of routes in the host memory of each engine",

@@ -6,11 +6,14 @@ and the defaults of its Hugging Face config class.
 
 from __future__ import annotations
 
-from typing import cast
+import functools
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, cast
 
 from msrl.models.hf_config import HfConfig
 from msrl.models.rope import Rope, read_rope
-from msrl.models.shape import PLAIN, Attention, Moe, Shape
+from msrl.models.shape import Attention, Dense, Layer, Mixer, Moe, Rotary, Shape
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 
@@ -27,54 +30,83 @@ def decoder_shape(
     norm_eps: float = 1e-6,
     rope_theta: float = 10000.0,
     partial_rotary_factor: float | None = None,
+    rotary_interleaved: bool = False,
     allow_mrope: bool = False,
     tie_word_embeddings: bool = False,
-    attention: Attention = PLAIN,
+    windows: Sequence[int | None] = (),
     hidden_act: str = "silu",
-    moe: Moe | None = None,
+    experts: Sequence[Moe | None] = (),
     quantization: str = "fp8",
 ) -> Shape:
     """Return the shape of a dense decoder.
 
     Optional arguments are the defaults of the family's config class. `head_dim` None means
     hidden_size / num_attention_heads, `partial_rotary_factor` None that all channels are rotated.
-    `hidden_act` and `quantization` are the only ones that the family supports.
+    `hidden_act` and `quantization` are the only ones that the family supports. `windows` and
+    `experts` have the window and the mixture of each layer; () means that no layer has any.
 
     Raises:
         MsrlError: A number is missing or inconsistent, or a feature is not supported.
     """
     _refuse_unsupported(config, hidden_act)
     config.check_quantization(quantization)
-    if moe is None:
+    if not experts:
         config.refuse("num_experts", 0)
     hidden, heads = config.count("hidden_size"), config.count("num_attention_heads")
     positions = config.count("max_position_embeddings", max_position_embeddings)
     head_dim = config.count("head_dim", head_dim or _default_head_dim(config, hidden, heads))
     rope = _rope(config, positions, rope_theta, partial_rotary_factor, allow_mrope)
+    mixer = Attention(
+        num_heads=heads,
+        num_groups=config.count("num_key_value_heads", num_key_value_heads),
+        head_dim=head_dim,
+        rotary=Rotary(
+            rope.theta,
+            rope.scaling,
+            int(head_dim * rope.partial_rotary_factor),
+            rotary_interleaved,
+        ),
+        qkv_bias=qkv_bias,
+        qk_norm="head" if qk_norm else None,
+    )
+    num_layers, ffn = config.count("num_hidden_layers"), config.count("intermediate_size")
+    windowed = [replace(mixer, window=window) for window in windows] or [mixer] * num_layers
     shape = Shape(
         family=family,
         architecture=config.architecture(),
-        num_layers=config.count("num_hidden_layers"),
+        layers=make_layers(windowed, ffn, experts),
         hidden_size=hidden,
-        ffn_hidden_size=config.count("intermediate_size"),
-        num_attention_heads=heads,
-        num_query_groups=config.count("num_key_value_heads", num_key_value_heads),
-        head_dim=head_dim,
+        ffn_hidden_size=ffn,
         vocab_size=config.count("vocab_size"),
         max_position_embeddings=positions,
         norm_eps=config.positive("rms_norm_eps", norm_eps),
-        rope_theta=rope.theta,
-        rope_scaling=rope.scaling,
-        qkv_bias=qkv_bias,
-        qk_norm=qk_norm,
         tie_word_embeddings=config.flag("tie_word_embeddings", tie_word_embeddings),
         dtype=config.dtype(),
-        rotary_dim=int(head_dim * rope.partial_rotary_factor),
-        attention=attention,
-        moe=moe,
     )
     check_heads(config, shape)
     return shape
+
+
+def make_layers(
+    mixers: Sequence[Mixer], ffn_hidden_size: int, experts: Sequence[Moe | None] = ()
+) -> tuple[Layer, ...]:
+    """Return layers with these mixers; equal layers are one object.
+
+    `experts` has the mixture of each layer, or None for a dense one; () means dense layers only.
+    """
+    layer, dense = functools.cache(Layer), Dense(ffn_hidden_size)
+    blocks = [moe or dense for moe in experts] or [dense] * len(mixers)
+    return tuple(map(layer, mixers, blocks))
+
+
+def with_attention(shape: Shape, **changes: Any) -> Shape:
+    """Return the shape with changed fields of `Attention` in every layer."""
+
+    @functools.cache
+    def changed(layer: Layer) -> Layer:
+        return replace(layer, mixer=replace(layer.mixer, **changes))
+
+    return replace(shape, layers=tuple(changed(layer) for layer in shape.layers))
 
 
 def _rope(
@@ -120,10 +152,11 @@ def check_heads(config: HfConfig, shape: Shape) -> None:
             "num_key_value_heads",
             f"does not divide num_attention_heads={shape.num_attention_heads}",
         )
-    if shape.rotated_channels < 2 or shape.rotated_channels % 2:
+    rotated = shape.rotary.channels
+    if rotated < 2 or rotated % 2:
         config.fail(
             "head_dim",
-            f"{shape.rotated_channels} of {shape.head_dim} channels are rotated. Rotary "
+            f"{rotated} of {shape.head_dim} channels are rotated. Rotary "
             "embedding needs an even number",
         )
 
@@ -136,35 +169,37 @@ def _refuse_unsupported(config: HfConfig, hidden_act: str) -> None:
         config.refuse(key, False)
 
 
-def switched_window(config: HfConfig, first_layer: int = 28) -> Attention:
-    """Return Qwen's windows, which the layers from `max_window_layers` on have.
+def switched_window(config: HfConfig, first_layer: int = 28) -> tuple[int | None, ...]:
+    """Return Qwen's windows by layer, which the layers from `max_window_layers` on have.
 
     There are none unless `use_sliding_window` is set. `layer_types` overrides the choice of layers.
     `first_layer` is the default of the family's config class.
     """
     num_layers = config.count("num_hidden_layers")
     if not config.flag("use_sliding_window", False):
-        return windowed_attention(config, None, tuple(range(num_layers)))
+        return layer_windows(config, None, tuple(range(num_layers)))
     window = _window(config, 4096)
     first = config.values.get("max_window_layers", first_layer)
     if window is None:
-        return windowed_attention(config, None, tuple(range(num_layers)))
+        return layer_windows(config, None, tuple(range(num_layers)))
     if isinstance(first, bool) or not isinstance(first, int) or first < 0:
         config.fail("max_window_layers", "must be an integer, 0 or more")
-    return windowed_attention(config, window, tuple(range(first, num_layers)))
+    return layer_windows(config, window, tuple(range(first, num_layers)))
 
 
-def windowed_attention(config: HfConfig, window: int | None, layers: tuple[int, ...]) -> Attention:
-    """Return attention with a window in `layers`; `layer_types` of the config overrides them.
-
-    A window that no layer uses counts as no window.
-    """
+def layer_windows(
+    config: HfConfig, window: int | None, layers: tuple[int, ...]
+) -> tuple[int | None, ...]:
+    """Return the window of each layer: `window` in `layers`; `layer_types` overrides them."""
     layer_types = config.values.get("layer_types")
     if layer_types is not None:
         layers = _sliding_layers(config, layer_types)
         if layers and window is None:
             config.fail("layer_types", f"contains {SLIDING}, but no window is enabled")
-    return Attention(window=window, window_layers=layers) if window and layers else PLAIN
+    numbers = frozenset(layers)
+    return tuple(
+        window if layer in numbers else None for layer in range(config.count("num_hidden_layers"))
+    )
 
 
 def _sliding_layers(config: HfConfig, layer_types: object) -> tuple[int, ...]:
@@ -192,14 +227,14 @@ def _window(config: HfConfig, default: int) -> int | None:
     return config.count("sliding_window", default)
 
 
-def window_everywhere(config: HfConfig, default: int) -> Attention:
-    """Return Mistral's windows: every layer has `sliding_window`, unless it is null."""
+def window_everywhere(config: HfConfig, default: int) -> tuple[int | None, ...]:
+    """Return Mistral's windows by layer: every layer has `sliding_window`, unless it is null."""
     window = _window(config, default)
-    return windowed_attention(config, window, tuple(range(config.count("num_hidden_layers"))))
+    return layer_windows(config, window, tuple(range(config.count("num_hidden_layers"))))
 
 
-def alternating_window(config: HfConfig, default: int) -> Attention:
-    """Return Gemma 2's windows: the first layer of every two."""
-    return windowed_attention(
+def alternating_window(config: HfConfig, default: int) -> tuple[int | None, ...]:
+    """Return Gemma 2's windows by layer: the first layer of every two."""
+    return layer_windows(
         config, _window(config, default), tuple(range(0, config.count("num_hidden_layers"), 2))
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from msrl.models.shape import Shape
+from msrl.models.shape import Mixer, Mla, Shape
 
 
 def kv_bytes_per_token(shape: Shape, element_bytes: int, tp: int) -> int:
@@ -12,7 +12,10 @@ def kv_bytes_per_token(shape: Shape, element_bytes: int, tp: int) -> int:
     every device caches the latent and the rotated key (DeepSeek V2, arXiv:2405.04434, section
     2.1.3).
     """
-    if shape.mla is not None:
-        return shape.num_layers * (shape.mla.kv_lora_rank + shape.mla.rope_head_dim) * element_bytes
-    groups = max(1, shape.num_query_groups // tp)
-    return 2 * shape.num_layers * groups * shape.head_dim * element_bytes
+    return sum(_cached_channels(layer.mixer, tp) for layer in shape.layers) * element_bytes
+
+
+def _cached_channels(mixer: Mixer, tp: int) -> int:
+    if isinstance(mixer, Mla):
+        return mixer.kv_lora_rank + mixer.rope_head_dim
+    return 2 * max(1, mixer.num_groups // tp) * mixer.head_dim

@@ -10,7 +10,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from msrl.models.shape import LinearRopeScaling, Llama3RopeScaling, Moe, Shape, YarnRopeScaling
+from msrl.models.shape import (
+    Attention,
+    LinearRopeScaling,
+    Llama3RopeScaling,
+    Moe,
+    Shape,
+    YarnRopeScaling,
+)
 
 
 def transformer_settings(shape: Shape) -> dict[str, Any]:
@@ -39,7 +46,7 @@ def transformer_settings(shape: Shape) -> dict[str, Any]:
         # Megatron's defaults are 0.1.
         "hidden_dropout": 0.0,
         "attention_dropout": 0.0,
-        **({} if shape.moe is None else _mixture_settings(shape.moe)),
+        **({} if shape.moe is None else _mixture_settings(shape, shape.moe)),
     }
 
 
@@ -48,10 +55,11 @@ def softmax_type(shape: Shape) -> str:
 
     It is another one with sinks (Megatron's `softmax_offset`).
     """
-    return "learnable" if shape.attention.sinks else "vanilla"
+    attention = shape.attention
+    return "learnable" if isinstance(attention, Attention) and attention.sinks else "vanilla"
 
 
-def _mixture_settings(moe: Moe) -> dict[str, Any]:
+def _mixture_settings(shape: Shape, moe: Moe) -> dict[str, Any]:
     """Return the arguments for the experts.
 
     The load-balancing loss and the update of expert biases are off unless a training run enables
@@ -59,7 +67,7 @@ def _mixture_settings(moe: Moe) -> dict[str, Any]:
     """
     return {
         "num_moe_experts": moe.num_experts,
-        "moe_layer_freq": [int(is_mixture) for is_mixture in moe.layers],
+        "moe_layer_freq": [int(is_mixture) for is_mixture in shape.mixture_layers],
         "moe_ffn_hidden_size": moe.ffn_hidden_size,
         "moe_shared_expert_intermediate_size": moe.shared_ffn_hidden_size or None,
         "moe_shared_expert_gate": moe.shared_gate,
@@ -82,7 +90,7 @@ def rope_arguments(shape: Shape) -> dict[str, Any]:
     They are Megatron's and MindSpeed's. Linear scaling has its own argument. Dynamic scaling
     changes nothing up to the model's length and has none.
     """
-    scaling = shape.rope_scaling
+    scaling = shape.rotary.scaling
     arguments: dict[str, Any] = {
         "use_rope_scaling": isinstance(scaling, Llama3RopeScaling),
         "rope_scaling_type": None,

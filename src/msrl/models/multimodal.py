@@ -27,7 +27,7 @@ def qwen2_language_model(config: HfConfig, family: str) -> Shape:
         norm_eps=1e-5,
         rope_theta=1e6,
         allow_mrope=True,
-        attention=switched_window(text, 80),
+        windows=switched_window(text, 80),
     )
     check_sections(text, decoder)
     return replace(decoder, pass_through=("visual.",))

@@ -1,6 +1,7 @@
-"""Shape of a decoder-only transformer, as read from a Hugging Face config.
+"""Shape of a decoder-only transformer, as read from a Hugging Face config: a list of layers.
 
-The rest of the package derives sizes and variants from it.
+Each layer has a mixer, which mixes tokens, and a feed-forward block. The rest of the package
+derives sizes and variants from them.
 """
 
 from __future__ import annotations
@@ -58,33 +59,53 @@ RopeScaling = Llama3RopeScaling | LinearRopeScaling | DynamicRopeScaling | YarnR
 
 
 @dataclass(frozen=True, slots=True)
-class Attention:
-    """Attention variant: score scale, score cap, window and sinks.
+class Rotary:
+    """Rotary embedding of a layer, which rotates the first `channels` channels of a head.
 
-    Scores are `scale` q k (None: 1/sqrt(head_dim)), capped by `softcap` tanh(score / softcap).
-
-    In the layers in `window_layers` (counted from 0), a position attends to itself and to the
-    `window` - 1 positions before it. With `sinks`, every head has a learned score that takes part
-    in its softmax only (arXiv:2309.17453, section 3.3).
+    Pairs are formed from the two halves or, with `interleaved`, from adjacent channels.
     """
 
+    theta: float
+    scaling: RopeScaling | None
+    channels: int
+    interleaved: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Attention:
+    """Self-attention of a layer. Several query heads share the keys and values of a group.
+
+    - `qkv_bias`, `output_bias`: the projections have biases.
+    - `qk_norm`: queries and keys have a norm, before the rotation: one per head (`head`), or one
+      over all heads (`all`).
+    - `scale`: scores are `scale` q k (None: 1/sqrt(head_dim)), capped by `softcap` tanh(score /
+      `softcap`).
+    - `window`: a position attends to itself and to the `window` - 1 positions before it (None: to
+      all positions before it).
+    - `sinks`: every head has a learned score that takes part in its softmax only
+      (arXiv:2309.17453, section 3.3).
+    """
+
+    num_heads: int
+    num_groups: int
+    head_dim: int
+    rotary: Rotary
+    qkv_bias: bool = False
+    output_bias: bool = False
+    qk_norm: Literal["head", "all"] | None = None
     scale: float | None = None
     softcap: float | None = None
     window: int | None = None
-    window_layers: tuple[int, ...] = ()
     sinks: bool = False
 
-    def layer_window(self, layer: int) -> int | None:
-        """Return the window of a layer; None if it attends to all earlier positions."""
-        return self.window if layer in self.window_layers else None
-
-
-PLAIN = Attention()
+    @property
+    def heads_per_group(self) -> int:
+        return self.num_heads // self.num_groups
 
 
 @dataclass(frozen=True, slots=True)
 class Moe:
-    """Mixture-of-experts feed-forward blocks in the layers that `layers` marks.
+    """Mixture-of-experts feed-forward block of a layer.
 
     Sources: arXiv:2101.03961; DeepSeekMoE, arXiv:2401.06066.
 
@@ -106,7 +127,6 @@ class Moe:
     num_experts: int
     experts_per_token: int
     ffn_hidden_size: int
-    layers: tuple[bool, ...]
     shared_ffn_hidden_size: int = 0
     shared_gate: bool = False
     score: Literal["softmax", "sigmoid"] = "softmax"
@@ -126,16 +146,26 @@ class Moe:
 
 
 @dataclass(frozen=True, slots=True)
+class Dense:
+    """Dense feed-forward block of a layer."""
+
+    hidden_size: int
+
+
+@dataclass(frozen=True, slots=True)
 class Mla:
-    """Multi-head latent attention (DeepSeek V2, arXiv:2405.04434, section 2.1).
+    """Multi-head latent attention of a layer (DeepSeek V2, arXiv:2405.04434, section 2.1).
 
     Keys and values are projected from a latent of `kv_lora_rank` channels per token, queries from
     one of `q_lora_rank` (None: from the hidden state). Queries and keys of a head have
     `nope_head_dim` channels without position and `rope_head_dim` rotated ones; the rotated key
     channels are shared by all heads. Values have `v_head_dim` channels. Latents are normalized with
-    epsilon `norm_eps`.
+    epsilon `norm_eps`. Scores are `scale` q k.
     """
 
+    num_heads: int
+    rotary: Rotary
+    scale: float
     q_lora_rank: int | None
     kv_lora_rank: int
     nope_head_dim: int
@@ -143,18 +173,39 @@ class Mla:
     v_head_dim: int
     norm_eps: float = 1e-6
 
+    @property
+    def num_groups(self) -> int:
+        """Number of groups of heads that share keys and values: every head has separate ones."""
+        return self.num_heads
+
+    @property
+    def head_dim(self) -> int:
+        """Channels of the queries and keys of a head."""
+        return self.nope_head_dim + self.rope_head_dim
+
+
+Mixer = Attention | Mla
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """A layer of a decoder: what mixes its tokens, and its feed-forward block."""
+
+    mixer: Mixer
+    feed_forward: Dense | Moe
+
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """Sizes and variants of a decoder-only transformer. Sizes count elements.
+    """Layers, sizes and variants of a decoder-only transformer. Sizes count elements.
 
+    - `layers`: the layers from the first to the last one.
+    - `ffn_hidden_size`: size of the dense feed-forward blocks. A model has it even if all its
+      layers are mixtures, since checkpoints record it.
     - `dtype`: dtype of the weights according to the config (bfloat16, float16, float32).
-    - `rotary_dim`: rotated channels of a head (None: all of them). Pairs are formed from the two
-      halves or, with `rotary_interleaved`, from adjacent channels.
     - `gate_offset`, `gate_limit`: the gated feed-forward block computes activation(gate) * (up +
       `gate_offset`). With a `gate_limit`, up is clamped to [-`gate_limit`, `gate_limit`] and gate
       from above only.
-    - `output_bias`: the attention's output projection has a bias.
     - `zero_centered_norm`: norms multiply by 1 + weight.
     - `post_norms`: there is a norm after the attention and one after the feed-forward block.
     - `embedding_scale`: factor of the embeddings.
@@ -168,28 +219,17 @@ class Shape:
 
     family: str
     architecture: str
-    num_layers: int
+    layers: tuple[Layer, ...]
     hidden_size: int
     ffn_hidden_size: int
-    num_attention_heads: int
-    num_query_groups: int
-    head_dim: int
     vocab_size: int
     max_position_embeddings: int
     norm_eps: float
-    rope_theta: float
-    rope_scaling: RopeScaling | None
-    qkv_bias: bool
-    qk_norm: bool
     tie_word_embeddings: bool
     dtype: str
-    rotary_dim: int | None = None
-    rotary_interleaved: bool = False
     activation: str = "silu"  # or gelu_tanh, quick_gelu
     gate_offset: float = 0.0
     gate_limit: float | None = None
-    output_bias: bool = False
-    attention: Attention = PLAIN
     zero_centered_norm: bool = False
     post_norms: bool = False
     embedding_scale: float = 1.0
@@ -197,9 +237,15 @@ class Shape:
     logit_softcap: float | None = None
     pass_through: tuple[str, ...] = ()
     may_lack_pass_through: bool = False
-    moe: Moe | None = None
-    mla: Mla | None = None
     reward_head: bool = False
+
+    def __hash__(self) -> int:
+        # Caches look shapes up once per layer, so a hash of all layers would take quadratic time.
+        return hash((self.architecture, self.num_layers, self.hidden_size, self.layers[-1]))
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.layers)
 
     @property
     def num_outputs(self) -> int:
@@ -207,13 +253,64 @@ class Shape:
         return 1 if self.reward_head else self.vocab_size
 
     @property
-    def heads_per_group(self) -> int:
-        return self.num_attention_heads // self.num_query_groups
+    def mixture_layers(self) -> tuple[bool, ...]:
+        """For each layer, True if its feed-forward block is a mixture of experts."""
+        return tuple(isinstance(layer.feed_forward, Moe) for layer in self.layers)
 
     @property
-    def rotated_channels(self) -> int:
-        """Number of channels of a head that the rotary embedding rotates."""
-        return self.head_dim if self.rotary_dim is None else self.rotary_dim
+    def rotaries(self) -> tuple[Rotary, ...]:
+        """The different rotary embeddings of the layers."""
+        return tuple(dict.fromkeys(layer.mixer.rotary for layer in self.layers))
+
+    # What the layers have in common. Megatron's settings and most checks know one value only.
+
+    @property
+    def attention(self) -> Attention | Mla:
+        """The attention of the first layer without a window, or else of the first layer."""
+        mixers = [layer.mixer for layer in self.layers]
+        return next((x for x in mixers if isinstance(x, Mla) or x.window is None), mixers[0])
+
+    @property
+    def mla(self) -> Mla | None:
+        """The latent attention of the layers; None if the model has none."""
+        return self.attention if isinstance(self.attention, Mla) else None
+
+    @property
+    def moe(self) -> Moe | None:
+        """The experts of a layer that has some; None for a dense model."""
+        blocks = (layer.feed_forward for layer in self.layers)
+        return next((block for block in blocks if isinstance(block, Moe)), None)
+
+    @property
+    def rotary(self) -> Rotary:
+        """The rotary embedding of `attention`."""
+        return self.attention.rotary
+
+    @property
+    def qkv_bias(self) -> bool:
+        return isinstance(self.attention, Attention) and self.attention.qkv_bias
+
+    @property
+    def qk_norm(self) -> bool:
+        """True if queries and keys have a norm; latent attention has norms of its latents."""
+        return isinstance(self.attention, Attention) and self.attention.qk_norm is not None
+
+    @property
+    def output_bias(self) -> bool:
+        """True if the attention's output projection has a bias."""
+        return isinstance(self.attention, Attention) and self.attention.output_bias
+
+    @property
+    def num_attention_heads(self) -> int:
+        return self.attention.num_heads
+
+    @property
+    def num_query_groups(self) -> int:
+        return self.attention.num_groups
+
+    @property
+    def head_dim(self) -> int:
+        return self.attention.head_dim
 
     def padded_vocab_size(self, multiple: int) -> int:
         """Return the vocabulary size rounded up to a multiple, such as the tensor-parallel size."""

@@ -29,13 +29,13 @@ class RoutedRequests:
         self._numbers = count()
         self._lengths = dict[str, int]()  # of running requests
 
-    def begin(self, moe: Moe) -> None:
-        """Record the routes of all tokens from now on.
+    def begin(self, num_layers: int, moe: Moe) -> None:
+        """Record the routes of all tokens through `num_layers` mixtures from now on.
 
         Raises:
             MsrlError: vLLM does not show the experts of this model.
         """
-        self._call_workers("record_routes", sum(moe.layers), moe.expert_number_bytes)
+        self._call_workers("record_routes", num_layers, moe.expert_number_bytes)
 
     def new_keys(self, num_requests: int) -> list[str]:
         """Return keys for requests that `start` is not called for."""

@@ -128,7 +128,7 @@ class VllmEngine:
         """Record routes from now on; close the engine if vLLM does not show them."""
         assert self._shape.moe is not None, "a dense model has no routes"
         try:
-            self._routed.begin(self._shape.moe)
+            self._routed.begin(sum(self._shape.mixture_layers), self._shape.moe)
         except BaseException:
             self.close()
             raise

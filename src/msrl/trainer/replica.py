@@ -33,7 +33,7 @@ from msrl.trainer.model.balance import ExpertBalance, balances_experts
 from msrl.trainer.model.lora import Adapters
 from msrl.trainer.model.outputs import HiddenStates
 from msrl.trainer.model.padding import token_multiple
-from msrl.trainer.model.rope import RotaryTable
+from msrl.trainer.model.rope import RotaryTables
 from msrl.trainer.model.routes import RoutingReplay
 from msrl.trainer.objective.batches import filler
 from msrl.trainer.objective.device_batch import DeviceBatch, spread, to_device
@@ -63,7 +63,7 @@ class ModelReplica:
         self.model, self.shape = self.load_model()
         self.num_chunks = position.layout.num_chunks(self.shape.num_layers)
         self.links = self._build_links()
-        self.rotary = RotaryTable(self.shape, position.dtype, position.device)
+        self.rotary = RotaryTables(self.shape, position.dtype, position.device)
         self.guard = GradientGuard(settings.max_skipped, settings.bad_batch_dir, position.rank)
         self.wrapped: list[DistributedDataParallel] | None = None
         self.adapters: Adapters | None = None
@@ -135,7 +135,11 @@ class ModelReplica:
                 self.adapters.start_from(settings.start_adapters)
         if self.shape.moe is not None and balances_experts(settings.router, self.shape.moe):
             self.balance = ExpertBalance(
-                settings.router, self.shape.moe, self.model, position.device
+                settings.router,
+                self.shape.moe,
+                sum(self.shape.mixture_layers),
+                self.model,
+                position.device,
             )
         if self.shape.moe is not None and settings.router.replay != "none":
             self.replay = RoutingReplay(self.shape.moe, position.device)
@@ -182,7 +186,7 @@ class ModelReplica:
         return (
             self.shape.moe is None
             and (self.adapters is None or not self.settings.lora.dropout)
-            and not isinstance(self.shape.rope_scaling, DynamicRopeScaling)
+            and not any(isinstance(x.scaling, DynamicRopeScaling) for x in self.shape.rotaries)
         )
 
     def close(self) -> None:
@@ -342,7 +346,7 @@ class ModelReplica:
         """Compute passes without gradients in float32, with the weights as they are."""
         rotary, self.rotary = (
             self.rotary,
-            RotaryTable(self.shape, torch.float32, self.position.device),
+            RotaryTables(self.shape, torch.float32, self.position.device),
         )
         try:
             with in_float32(self.model):

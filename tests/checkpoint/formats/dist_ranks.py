@@ -149,7 +149,7 @@ def _megatron_model(shape: Shape, layout: Layout) -> Any:
     config = transformer_config(shape, layout, torch.float32, torch.device("cpu"))
     # Norms of the local spec reject sequence parallelism; shards of weights do not depend on it.
     config.sequence_parallel = False
-    if shape.moe is not None and all(shape.moe.layers):
+    if all(shape.mixture_layers):
         config.moe_layer_freq = 1
     if shape.mla is not None:
         config = _latent(config, shape.mla)

@@ -12,7 +12,7 @@ from guides import GUIDES, documented_keys
 from msrl.importers.conversions import CONVERSIONS
 from msrl.importers.native_keys import is_designed, refusal
 from msrl.importers.table import canonical, load_table
-from msrl.models.shape import Attention, Mla, Moe, RopeScaling, Shape
+from msrl.models.shape import Attention, Mla, Moe, RopeScaling, Rotary, Shape
 from support import assert_mentions
 
 SYSTEMS = ("mindspeed_rl", "mindspeed_llm", "roll", "lightrft")
@@ -30,9 +30,10 @@ def has_property(name: str) -> bool:
     """Return True if a shape has a property, such as `moe.num_experts`."""
     section, _, key = name.rpartition(".")
     classes: dict[str, tuple[type, ...]] = {"": (Shape,), "moe": (Moe,), "mla": (Mla,)}
-    classes |= {"attention": (Attention,), "rope_scaling": get_args(RopeScaling)}
-    slots = {slot for kind in classes[section] for slot in kind.__slots__}
-    return key in slots or name in ("rope_scaling.kind", "rotary_share")
+    classes |= {"attention": (Attention,), "rotary": (Rotary,)}
+    classes["rotary.scaling"] = get_args(RopeScaling)
+    names = {slot for kind in classes[section] for slot in dir(kind)}
+    return key in names or name in ("rotary.scaling.kind", "rotary_share")
 
 
 @pytest.mark.parametrize("name", GUIDES)

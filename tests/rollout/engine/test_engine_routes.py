@@ -60,7 +60,7 @@ from test_grpo_update import Ranks, group
 
 ENGINE = ["model.path=mixture", "train.router.replay=engine"]
 LAYERS = (1, 3)  # mixture layers of the fake model
-MOE = Moe(6, 2, 4, layers=(False, True, False, True))
+MOE = Moe(6, 2, 4)
 
 
 def routes(token_ids: Sequence[int] | np.ndarray, shift: int = 0) -> Routes:
@@ -219,7 +219,7 @@ def test_a_worker_records_the_choice_of_every_router_of_the_requests_with_a_key(
     runner = FakeRunner(WindowSpec(block_size=8), FullAttentionSpec(4))
     worker = FakeWorker(runner)
     requests = RoutedRequests(worker.call)
-    requests.begin(MOE)
+    requests.begin(2, MOE)
     ids = np.arange(10, 16)
     blocks = {"a": ([0], [3, 4]), "unnamed": ([0], [5])}
     runner.run({"unnamed": (0, np.arange(3)), "a": (0, ids[:5])}, blocks)
@@ -464,9 +464,9 @@ def test_the_plan_tells_the_host_memory_of_the_routes_of_engines(folder: Path):
     plan, shape = _plan("rollout.engine.max_num_seqs=8"), load_shape(folder / "mixture")
     assert shape.moe is not None
     # 4 prompts with 8 samples of 64 + 64 tokens; 4 layers with 3 experts per token of 1 byte.
-    assert route_bytes(plan, shape.moe) == 4 * 8 * 128 * 12
+    assert route_bytes(plan, shape) == 4 * 8 * 128 * 12
     # Blocks of 128 tokens for 8 sequences, one more block, and 32 responses.
-    assert engine_route_bytes(plan, shape, shape.moe) == (9 + 32) * 128 * 12
+    assert engine_route_bytes(plan, shape) == (9 + 32) * 128 * 12
     assert {*route_rows(plan)} == {"routing replay", "routing replay, engine"}
     stale = _plan("rollout.async.max_staleness=2", "rollout.async.allow_uncorrected=true")
-    assert route_bytes(stale, shape.moe) == 3 * route_bytes(plan, shape.moe)
+    assert route_bytes(stale, shape) == 3 * route_bytes(plan, shape)

@@ -69,8 +69,7 @@ def _error(
     expected = block_diagonal_attention(*leaves, LENGTHS, 0.3, window, softcap, sinks)
     share = context.share(LENGTHS, exchange, 1, torch.device("cpu"))
     own, is_token = share.clamped_rows, share.rows >= 0
-    empty = torch.empty(0)
-    packed = PackedSequences(share.lengths, empty, empty, context=share)
+    packed = PackedSequences(share.lengths, {}, context=share)
     shares = [leaf[own] for leaf in leaves]
     actual = packed_attention(*shares, packed, 0.3, window, softcap, sinks)
     all_leaves = leaves if sinks is None else [*leaves, sinks]

@@ -10,8 +10,9 @@ import torch
 from families import LLAMA, LLAMA3_SCALING, shape
 from msrl.trainer.model import attention
 from msrl.trainer.model.attention import block_diagonal_attention
+from msrl.trainer.model.packed import Rotation
 from msrl.trainer.model.padding import pad_tokens
-from msrl.trainer.model.rope import RotaryTable, rope_frequencies, rotate
+from msrl.trainer.model.rope import RotaryTables, rope_frequencies, rotate
 
 LENGTHS = (7, 3, 12, 12)
 N, H, G, D = sum(LENGTHS), 4, 2, 8
@@ -155,10 +156,12 @@ def test_frequencies_are_bitwise_equal_to_transformers(name: str) -> None:
     )
     for length in (128, 300):
         cos, sin = embedding(torch.zeros(1), torch.arange(length)[None])
-        assert torch.equal(rope_frequencies(shape(config), length), embedding.inv_freq)
-        packed = RotaryTable(shape(config), torch.float32, torch.device("cpu"))((length,))
-        torch.testing.assert_close(packed.cos[:, 0, 0], cos[0], rtol=0, atol=1e-6)
-        torch.testing.assert_close(packed.sin[:, 0, 0, 32:], sin[0, :, 32:], rtol=0, atol=1e-6)
+        model = shape(config)
+        assert torch.equal(rope_frequencies(model.rotary, length), embedding.inv_freq)
+        packed = RotaryTables(model, torch.float32, torch.device("cpu"))((length,))
+        rotation = packed.rotations[model.rotary]
+        torch.testing.assert_close(rotation.cos[:, 0, 0], cos[0], rtol=0, atol=1e-6)
+        torch.testing.assert_close(rotation.sin[:, 0, 0, 32:], sin[0, :, 32:], rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize("interleaved", [False, True])
@@ -175,13 +178,14 @@ def test_pairs_rotate_by_their_angle_and_other_channels_are_unchanged(
     cos, sin = (torch.zeros(5, 1, 1, channels, dtype=torch.float64) for _ in range(2))
     expected = x.detach().clone()
     for i, (a, b) in enumerate(pairs):
-        rotation = torch.polar(torch.ones(5, dtype=torch.float64), angles[:, i])[:, None]
-        rotated = torch.complex(x.detach()[:, 0, :, a], x.detach()[:, 0, :, b]) * rotation
+        turn = torch.polar(torch.ones(5, dtype=torch.float64), angles[:, i])[:, None]
+        rotated = torch.complex(x.detach()[:, 0, :, a], x.detach()[:, 0, :, b]) * turn
         expected[:, 0, :, a], expected[:, 0, :, b] = rotated.real, rotated.imag
         cos[:, 0, 0, a] = cos[:, 0, 0, b] = angles[:, i].cos()
         sin[:, 0, 0, a], sin[:, 0, 0, b] = -angles[:, i].sin(), angles[:, i].sin()
-    torch.testing.assert_close(rotate(x, cos, sin, interleaved=interleaved), expected)
-    assert torch.autograd.gradcheck(lambda y: rotate(y, cos, sin, interleaved=interleaved), (x,))
+    rotation = Rotation(cos, sin, interleaved)
+    torch.testing.assert_close(rotate(x, rotation), expected)
+    assert torch.autograd.gradcheck(lambda y: rotate(y, rotation), (x,))
 
 
 @pytest.mark.parametrize("window", [None, 4])

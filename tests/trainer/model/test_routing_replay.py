@@ -46,7 +46,7 @@ SEQUENCES = Sequences(
     {},
 )
 LAYERS, CHOSEN = 3, 2
-MOE = Moe(num_experts=6, experts_per_token=2, ffn_hidden_size=4, layers=(True,) * LAYERS)
+MOE = Moe(num_experts=6, experts_per_token=2, ffn_hidden_size=4)
 
 
 def routes(token_ids: np.ndarray) -> Routes:
@@ -380,7 +380,7 @@ def test_the_plan_tells_the_host_memory_of_the_routes(folder: Path):
     plan = resolve(config, "train-grpo")
     # 4 prompts with 8 samples of 64 + 64 tokens; 4 layers with 3 experts per token of 1 byte.
     assert plan.shape.moe is not None
-    assert route_bytes(plan, plan.shape.moe) == 4 * 8 * 128 * 4 * 3
+    assert route_bytes(plan, plan.shape) == 4 * 8 * 128 * 4 * 3
     assert "0.0 MB" in route_rows(plan)["routing replay"]
     assert not route_rows(resolve(config, "train-sft"))
 

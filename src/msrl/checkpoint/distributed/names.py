@@ -102,7 +102,7 @@ def split_specs(specs: Mapping[str, TensorSpec], shape: Shape) -> dict[str, Tens
 
 def is_stacked(shape: Shape) -> bool:
     """Return True if all layers of the model are alike, so that Megatron stacks them."""
-    return shape.moe is None or all(shape.moe.layers)
+    return shape.moe is None or all(shape.mixture_layers)
 
 
 def global_position(name: str, shape: Shape, *, te: bool) -> GlobalPosition:
@@ -170,7 +170,7 @@ def _layer_position(layer: int, inner: str, shape: Shape, *, stacked: bool) -> G
 
 def _name_in_layer(layer: int, inner: str, shape: Shape, te: bool) -> str:
     """Return the name inside a layer; Megatron's layer specs fuse norms with linear layers."""
-    if te and inner == _PRE_MLP and shape.moe is not None and shape.moe.layers[layer]:
+    if te and inner == _PRE_MLP and shape.mixture_layers[layer]:
         return inner  # a router follows, which is not a linear layer
     if shape.mla is not None:
         return _LATENT_FUSED.get(inner, inner) if te else inner

@@ -15,6 +15,7 @@ from msrl.checkpoint.mcore.names import Naming
 from msrl.models.families import num_experts
 from msrl.models.parallel_layout import ParallelLayout
 from msrl.models.shape import (
+    Attention,
     LinearRopeScaling,
     Llama3RopeScaling,
     Mla,
@@ -66,16 +67,16 @@ def _moe_layer_freq(source: ArgumentSource) -> int | list[int] | None:
     if one describes the layers. Megatron-LM does not know `first_k_dense_replace`, so its
     distributed format needs the list.
     """
-    moe = source.shape.moe
-    if moe is None:
+    layers = source.shape.mixture_layers
+    if not any(layers):
         return None
-    first_moe_layer = moe.layers.index(True)
-    for period in range(1, len(moe.layers) + 1):
-        if not source.distributed and moe.layers == tuple(
-            i >= first_moe_layer and i % period == 0 for i in range(len(moe.layers))
+    first_moe_layer = layers.index(True)
+    for period in range(1, len(layers) + 1):
+        if not source.distributed and layers == tuple(
+            i >= first_moe_layer and i % period == 0 for i in range(len(layers))
         ):
             return period
-    return [int(has_experts) for has_experts in moe.layers]
+    return [int(has_experts) for has_experts in layers]
 
 
 def _virtual_stages(source: ArgumentSource) -> int | None:
@@ -151,9 +152,9 @@ READ_ARGUMENTS: dict[str, Value] = {
         True
     ),  # loads, checks; Megatron-LM's default, beside rope too
     "use_rotary_position_embeddings": lambda s: True,  # loads
-    "rotary_base": lambda s: s.shape.rope_theta,  # loads
-    "rotary_percent": lambda s: s.shape.rotated_channels / s.shape.head_dim,  # loads
-    "rotary_interleaved": lambda s: s.shape.rotary_interleaved,  # loads
+    "rotary_base": lambda s: s.shape.rotary.theta,  # loads
+    "rotary_percent": lambda s: s.shape.rotary.channels / s.shape.head_dim,  # loads
+    "rotary_interleaved": lambda s: s.shape.rotary.interleaved,  # loads
     # Feed-forward part, norms and output
     "swiglu": lambda s: s.shape.activation != "quick_gelu",  # loads
     "squared_relu": lambda s: False,  # loads
@@ -167,8 +168,8 @@ READ_ARGUMENTS: dict[str, Value] = {
     "num_experts": lambda s: (
         num_experts(s.shape) or None
     ),  # mg2hf __init__ and set_model_layer_mlp, loads, loads+
-    "first_k_dense_replace": _moe_value(
-        lambda moe: moe.layers.index(True)
+    "first_k_dense_replace": lambda s: (
+        s.shape.mixture_layers.index(True) if s.shape.moe else None
     ),  # mg2hf get_first_k_dense_replace, loads+
     "moe_layer_freq": _moe_layer_freq,  # loads, loads+
     "moe_ffn_hidden_size": _moe_value(lambda moe: moe.ffn_hidden_size),  # loads
@@ -252,6 +253,10 @@ def _if_set(value: Callable[[Shape], float | None]) -> Expected:
     return expected
 
 
+def _softcap(shape: Shape) -> float | None:
+    return shape.attention.softcap if isinstance(shape.attention, Attention) else None
+
+
 def _query_groups(shape: Shape, recorded: Arguments) -> object:
     """Return the number of query groups, which Megatron reads with --group-query-attention."""
     return shape.num_query_groups if recorded.get("group_query_attention") else NO_COUNTERPART
@@ -264,7 +269,7 @@ def _is_interleaved(shape: Shape, recorded: Arguments) -> object:
     """
     if shape.mla is not None or recorded.get("use_glm_rope"):
         return NO_COUNTERPART
-    return shape.rotary_interleaved
+    return shape.rotary.interleaved
 
 
 def _normalized_weights(shape: Shape, recorded: Arguments) -> object:
@@ -278,7 +283,7 @@ def _normalized_weights(shape: Shape, recorded: Arguments) -> object:
 
 
 def _scaling_type(shape: Shape) -> str | None:
-    scaling = shape.rope_scaling
+    scaling = shape.rotary.scaling
     if isinstance(scaling, Llama3RopeScaling):
         return "llama3"
     return "yarn" if isinstance(scaling, YarnRopeScaling) else None
@@ -286,7 +291,7 @@ def _scaling_type(shape: Shape) -> str | None:
 
 def _scaling_factor(shape: Shape, recorded: Arguments) -> object:
     """Return the RoPE scaling factor. Megatron's default is not used unless a type is set."""
-    scaling = shape.rope_scaling
+    scaling = shape.rotary.scaling
     if isinstance(scaling, Llama3RopeScaling | YarnRopeScaling) and (
         recorded.get("rope_scaling_type") or recorded.get("use_rope_scaling")
     ):
@@ -301,11 +306,11 @@ def _uses_rope_scaling(shape: Shape, recorded: Arguments) -> object:
     """
     if not recorded.get("use_rope_scaling"):
         return NO_COUNTERPART
-    return isinstance(shape.rope_scaling, Llama3RopeScaling)
+    return isinstance(shape.rotary.scaling, Llama3RopeScaling)
 
 
 def _interpolation_factor(shape: Shape) -> float:
-    scaling = shape.rope_scaling
+    scaling = shape.rotary.scaling
     return scaling.factor if isinstance(scaling, LinearRopeScaling) else 1.0
 
 
@@ -347,11 +352,11 @@ COMPARED_ARGUMENTS: dict[str, ComparedArgument] = {
         _always(lambda s: ("rope", "yarn", "mrope")),
         default="learned_absolute",
     ),
-    "rotary_base": ComparedArgument("rope_theta", _always(lambda s: s.rope_theta), default=10000),
-    "rope_theta": ComparedArgument("rope_theta", _always(lambda s: s.rope_theta)),
+    "rotary_base": ComparedArgument("rope_theta", _always(lambda s: s.rotary.theta), default=10000),
+    "rope_theta": ComparedArgument("rope_theta", _always(lambda s: s.rotary.theta)),
     "rotary_percent": ComparedArgument(
         "partial_rotary_factor",
-        _without_latents(lambda s: s.rotated_channels / s.head_dim),
+        _without_latents(lambda s: s.rotary.channels / s.head_dim),
         default=1.0,
     ),
     "rotary_interleaved": ComparedArgument("rotary_interleaved", _is_interleaved, default=False),
@@ -361,9 +366,7 @@ COMPARED_ARGUMENTS: dict[str, ComparedArgument] = {
     "use_rope_scaling": ComparedArgument("rope_scaling", _uses_rope_scaling, default=False),
     "rope_scaling_type": ComparedArgument("rope_scaling.rope_type", _always(_scaling_type)),
     "rope_scaling_factor": ComparedArgument("rope_scaling.factor", _scaling_factor, default=8.0),
-    "attn_logit_softcapping": ComparedArgument(
-        "attn_logit_softcapping", _if_set(lambda s: s.attention.softcap)
-    ),
+    "attn_logit_softcapping": ComparedArgument("attn_logit_softcapping", _if_set(_softcap)),
     "output_logit_softcapping": ComparedArgument(
         "final_logit_softcapping", _if_set(lambda s: s.logit_softcap)
     ),

@@ -10,10 +10,11 @@ from __future__ import annotations
 from dataclasses import replace
 
 from msrl.models.decoder import decoder_shape
-from msrl.models.decoder_rules import Names, decoder_rules
+from msrl.models.decoder_rules import decoder_rules
 from msrl.models.hf_config import HfConfig
 from msrl.models.rules import Rules
 from msrl.models.shape import Shape
+from msrl.models.tensor_names import Names
 
 ARCHITECTURES = ("BaichuanForCausalLM", "BaiChuanForCausalLM")
 _NAMES = Names(qkv=("self_attn.W_pack",))

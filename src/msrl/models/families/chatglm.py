@@ -6,11 +6,12 @@ The network equals `glm.py` with other tensor names. The config keys come from t
 
 from __future__ import annotations
 
-from msrl.models.decoder import check_heads
-from msrl.models.decoder_rules import Names, decoder_rules
+from msrl.models.decoder import check_heads, make_layers
+from msrl.models.decoder_rules import decoder_rules
 from msrl.models.hf_config import HfConfig
 from msrl.models.rules import Rules
-from msrl.models.shape import Shape
+from msrl.models.shape import Attention, Rotary, Shape
+from msrl.models.tensor_names import Names
 
 ARCHITECTURES = ("ChatGLMModel", "ChatGLMForConditionalGeneration")
 _NAMES = Names(
@@ -45,26 +46,26 @@ def shape(config: HfConfig) -> Shape:
         config.refuse(key)
     heads, head_dim = config.count("num_attention_heads"), config.count("kv_channels", 128)
     is_grouped = config.flag("multi_query_attention", False)
+    theta = 10000.0 * config.positive("rope_ratio", 1.0)
+    mixer = Attention(
+        num_heads=heads,
+        num_groups=config.count("multi_query_group_num", 1) if is_grouped else heads,
+        head_dim=head_dim,
+        rotary=Rotary(theta, None, head_dim // 2, interleaved=True),
+        qkv_bias=config.flag("add_qkv_bias", False),
+    )
+    ffn = config.count("ffn_hidden_size")
     decoder = Shape(
         family="chatglm",
         architecture=config.architecture(),
-        num_layers=config.count("num_layers"),
+        layers=make_layers([mixer] * config.count("num_layers"), ffn),
         hidden_size=config.count("hidden_size"),
-        ffn_hidden_size=config.count("ffn_hidden_size"),
-        num_attention_heads=heads,
-        num_query_groups=config.count("multi_query_group_num", 1) if is_grouped else heads,
-        head_dim=head_dim,
+        ffn_hidden_size=ffn,
         vocab_size=config.count("padded_vocab_size"),
         max_position_embeddings=config.count("seq_length"),
         norm_eps=config.positive("layernorm_epsilon", 1e-5),
-        rope_theta=10000.0 * config.positive("rope_ratio", 1.0),
-        rope_scaling=None,
-        qkv_bias=config.flag("add_qkv_bias", False),
-        qk_norm=False,
         tie_word_embeddings=False,
         dtype=config.dtype(),
-        rotary_dim=head_dim // 2,
-        rotary_interleaved=True,
     )
     check_heads(config, decoder)
     return decoder

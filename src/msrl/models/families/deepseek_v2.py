@@ -5,9 +5,10 @@ V2, unlike V2-Lite, selects experts by group.
 
 from __future__ import annotations
 
-from msrl.models.deepseek import deepseek_rules, deepseek_shape, mixture_layers
+from msrl.models.decoder_rules import decoder_rules
+from msrl.models.deepseek import deepseek_shape, mixture_layers
 from msrl.models.hf_config import HfConfig
-from msrl.models.mixture import aux_loss_coef
+from msrl.models.mixture import aux_loss_coef, layer_experts
 from msrl.models.rules import Rules
 from msrl.models.shape import Moe, Shape
 
@@ -24,7 +25,6 @@ def shape(config: HfConfig) -> Shape:
         num_experts=config.count("n_routed_experts", 64),
         experts_per_token=config.count("num_experts_per_tok"),
         ffn_hidden_size=ffn,
-        layers=mixture_layers(config, 0),
         shared_ffn_hidden_size=ffn * config.count("n_shared_experts", 2),
         normalize=False,
         scaling_factor=config.positive("routed_scaling_factor", 1.0),
@@ -32,8 +32,10 @@ def shape(config: HfConfig) -> Shape:
         num_chosen_groups=config.count("topk_group") if by_group else 1,
         aux_loss_coef=aux_loss_coef(config),
     )
-    return deepseek_shape(config, family="deepseek_v2", moe=moe)
+    return deepseek_shape(
+        config, family="deepseek_v2", experts=layer_experts(config, moe, mixture_layers(config, 0))
+    )
 
 
 def rules(shape: Shape) -> Rules:
-    return deepseek_rules(shape)
+    return decoder_rules(shape)

@@ -10,9 +10,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from msrl.models.deepseek import deepseek_rules, deepseek_shape, mixture_layers, prediction_layers
+from msrl.models.decoder_rules import decoder_rules
+from msrl.models.deepseek import deepseek_shape, mixture_layers, prediction_layers
 from msrl.models.hf_config import HfConfig
-from msrl.models.mixture import aux_loss_coef
+from msrl.models.mixture import aux_loss_coef, layer_experts
 from msrl.models.rules import Rules
 from msrl.models.shape import Moe, Shape
 
@@ -28,7 +29,6 @@ def shape(config: HfConfig) -> Shape:
         num_experts=config.count("n_routed_experts", 256),
         experts_per_token=config.count("num_experts_per_tok", 8),
         ffn_hidden_size=ffn,
-        layers=mixture_layers(config, 3),
         shared_ffn_hidden_size=ffn * config.count("n_shared_experts", 1),
         score="sigmoid",
         normalize=config.flag("norm_topk_prob", True),
@@ -39,7 +39,9 @@ def shape(config: HfConfig) -> Shape:
         expert_bias=True,
         aux_loss_coef=aux_loss_coef(config),
     )
-    decoder = deepseek_shape(config, family="deepseek_v3", moe=moe)
+    decoder = deepseek_shape(
+        config, family="deepseek_v3", experts=layer_experts(config, moe, mixture_layers(config, 3))
+    )
     return replace(
         decoder,
         pass_through=prediction_layers(config, decoder.num_layers),
@@ -48,4 +50,4 @@ def shape(config: HfConfig) -> Shape:
 
 
 def rules(shape: Shape) -> Rules:
-    return deepseek_rules(shape)
+    return decoder_rules(shape)

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from msrl.models.decoder import alternating_window, decoder_shape
-from msrl.models.decoder_rules import Names, decoder_rules
+from msrl.models.decoder import alternating_window, decoder_shape, with_attention
+from msrl.models.decoder_rules import decoder_rules
 from msrl.models.hf_config import HfConfig
 from msrl.models.rules import Rules
 from msrl.models.shape import Shape
+from msrl.models.tensor_names import Names
 
 ARCHITECTURES = ("Gemma2ForCausalLM",)
 _NAMES = Names(
@@ -35,15 +36,13 @@ def shape(config: HfConfig) -> Shape:
         num_key_value_heads=4,
         max_position_embeddings=8192,
         tie_word_embeddings=True,
-        attention=alternating_window(config, 4096),
+        windows=alternating_window(config, 4096),
         hidden_act="gelu_pytorch_tanh",
     )
     scale = config.positive("query_pre_attn_scalar", 256) ** -0.5
+    softcap = _cap(config, "attn_logit_softcapping", 50.0)
     return replace(
-        decoder,
-        attention=replace(
-            decoder.attention, scale=scale, softcap=_cap(config, "attn_logit_softcapping", 50.0)
-        ),
+        with_attention(decoder, scale=scale, softcap=softcap),
         logit_softcap=_cap(config, "final_logit_softcapping", 30.0),
         activation="gelu_tanh",
         zero_centered_norm=True,

@@ -8,10 +8,11 @@ from __future__ import annotations
 from dataclasses import replace
 
 from msrl.models.decoder import decoder_shape
-from msrl.models.decoder_rules import Names, decoder_rules
+from msrl.models.decoder_rules import decoder_rules
 from msrl.models.hf_config import HfConfig
 from msrl.models.rules import Rules
 from msrl.models.shape import Shape
+from msrl.models.tensor_names import Names
 
 ARCHITECTURES = ("Glm4ForCausalLM",)
 _NAMES = Names(
@@ -33,8 +34,9 @@ def shape(config: HfConfig) -> Shape:
         max_position_embeddings=131072,
         norm_eps=1.5625e-7,
         partial_rotary_factor=0.5,
+        rotary_interleaved=True,
     )
-    return replace(decoder, rotary_interleaved=True, post_norms=True)
+    return replace(decoder, post_norms=True)
 
 
 def rules(shape: Shape) -> Rules:

@@ -10,10 +10,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 from msrl.models.decoder import decoder_shape
-from msrl.models.decoder_rules import attention_rules
+from msrl.models.decoder_rules import decoder_rules
 from msrl.models.deepseek import mixture_layers, prediction_layers
 from msrl.models.hf_config import HfConfig
-from msrl.models.mixture import aux_loss_coef, check_experts, mixture_rules
+from msrl.models.mixture import aux_loss_coef, layer_experts
 from msrl.models.rules import Rules
 from msrl.models.shape import Moe, Shape
 
@@ -28,7 +28,6 @@ def shape(config: HfConfig) -> Shape:
         num_experts=config.count("n_routed_experts", 128),
         experts_per_token=config.count("num_experts_per_tok", 8),
         ffn_hidden_size=ffn,
-        layers=mixture_layers(config, 1),
         shared_ffn_hidden_size=ffn * config.count("n_shared_experts", 1),
         score="sigmoid",
         normalize=config.flag("norm_topk_prob", True),
@@ -48,7 +47,7 @@ def shape(config: HfConfig) -> Shape:
         max_position_embeddings=131072,
         norm_eps=1e-5,
         partial_rotary_factor=0.5,
-        moe=check_experts(config, moe),
+        experts=layer_experts(config, moe, mixture_layers(config, 1)),
     )
     return replace(
         decoder,
@@ -58,4 +57,4 @@ def shape(config: HfConfig) -> Shape:
 
 
 def rules(shape: Shape) -> Rules:
-    return mixture_rules(shape, attention_rules(shape))
+    return decoder_rules(shape)

@@ -12,12 +12,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from msrl.models.decoder import alternating_window, decoder_shape
-from msrl.models.decoder_rules import LLAMA, attention_rules, model_rules
+from msrl.models.attention_rules import attention_rules
+from msrl.models.decoder import alternating_window, decoder_shape, with_attention
+from msrl.models.decoder_rules import model_rules
 from msrl.models.hf_config import HfConfig
-from msrl.models.mixture import aux_loss_coef, check_experts
+from msrl.models.mixture import aux_loss_coef, layer_experts
 from msrl.models.rules import GateUp, Packed, Replicated, Rule, Rules, Sharded
-from msrl.models.shape import Moe, Shape
+from msrl.models.shape import Attention, Moe, Shape
+from msrl.models.tensor_names import LLAMA
 
 ARCHITECTURES = ("GptOssForCausalLM",)
 _HF, _MCORE = "model.layers.{layer}.", "decoder.layers.{layer}."
@@ -41,7 +43,6 @@ def shape(config: HfConfig) -> Shape:
         num_experts=config.count("num_local_experts", 128),
         experts_per_token=config.count("num_experts_per_tok", 4),
         ffn_hidden_size=config.count("intermediate_size", 2880),
-        layers=(True,) * config.count("num_hidden_layers"),
         biases=True,
         aux_loss_coef=aux_loss_coef(config),
     )
@@ -55,26 +56,30 @@ def shape(config: HfConfig) -> Shape:
         max_position_embeddings=131072,
         norm_eps=1e-5,
         rope_theta=150000.0,
-        attention=replace(alternating_window(config, 128), sinks=True),
-        moe=check_experts(config, moe),
+        windows=alternating_window(config, 128),
+        experts=layer_experts(config, moe, (True,) * config.count("num_hidden_layers")),
         quantization="mxfp4",
     )
     limit = config.positive("swiglu_limit", 7.0)
     return replace(
-        decoder, activation="quick_gelu", gate_offset=1.0, gate_limit=limit, output_bias=True
+        with_attention(decoder, sinks=True, output_bias=True),
+        activation="quick_gelu",
+        gate_offset=1.0,
+        gate_limit=limit,
     )
 
 
 def rules(shape: Shape) -> Rules:
-    assert shape.moe is not None
-    hidden, moe = shape.hidden_size, shape.moe
+    hidden, moe, attention = shape.hidden_size, shape.moe, shape.attention
+    assert moe is not None
+    assert isinstance(attention, Attention)
     layer = (
-        *attention_rules(shape),
+        *attention_rules(attention, hidden),
         _rule(
             "self_attention.core_attention.softmax_offset",
             "self_attn.sinks",
             Sharded(0),
-            (shape.num_attention_heads,),
+            (attention.num_heads,),
         ),
         _rule(
             "pre_mlp_layernorm.weight", "post_attention_layernorm.weight", Replicated(), (hidden,)

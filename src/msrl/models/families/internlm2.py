@@ -6,10 +6,11 @@ Llama's network with q, k and v in one tensor, ordered by query group.
 from __future__ import annotations
 
 from msrl.models.decoder import decoder_shape
-from msrl.models.decoder_rules import Names, decoder_rules
+from msrl.models.decoder_rules import decoder_rules
 from msrl.models.hf_config import HfConfig
 from msrl.models.rules import Rules
 from msrl.models.shape import Shape
+from msrl.models.tensor_names import Names
 
 ARCHITECTURES = ("InternLM2ForCausalLM",)
 _NAMES = Names(

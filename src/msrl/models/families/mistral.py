@@ -22,7 +22,7 @@ def shape(config: HfConfig) -> Shape:
         qk_norm=False,
         num_key_value_heads=8,
         max_position_embeddings=131072,
-        attention=window_everywhere(config, 4096),
+        windows=window_everywhere(config, 4096),
     )
 
 

@@ -6,11 +6,12 @@ Every layer has experts. There are no biases.
 from __future__ import annotations
 
 from msrl.models.decoder import decoder_shape, window_everywhere
-from msrl.models.decoder_rules import attention_rules
+from msrl.models.decoder_rules import decoder_rules
 from msrl.models.hf_config import HfConfig
-from msrl.models.mixture import ExpertNames, aux_loss_coef, check_experts, mixture_rules
+from msrl.models.mixture import aux_loss_coef, layer_experts
 from msrl.models.rules import Rules
-from msrl.models.shape import PLAIN, Attention, Moe, Shape
+from msrl.models.shape import Moe, Shape
+from msrl.models.tensor_names import ExpertNames
 
 ARCHITECTURES = ("MixtralForCausalLM",)
 _EXPERTS = ExpertNames(
@@ -28,7 +29,6 @@ def shape(config: HfConfig) -> Shape:
         num_experts=config.count("num_local_experts", 8),
         experts_per_token=config.count("num_experts_per_tok", 2),
         ffn_hidden_size=config.count("intermediate_size"),
-        layers=(True,) * config.count("num_hidden_layers"),
         aux_loss_coef=aux_loss_coef(config),
     )
     return decoder_shape(
@@ -40,15 +40,15 @@ def shape(config: HfConfig) -> Shape:
         max_position_embeddings=131072,
         norm_eps=1e-5,
         rope_theta=1e6,
-        attention=_window(config),
-        moe=check_experts(config, moe),
+        windows=_windows(config),
+        experts=layer_experts(config, moe, (True,) * config.count("num_hidden_layers")),
     )
 
 
-def _window(config: HfConfig) -> Attention:
-    """Return attention with a window in every layer if the config has one."""
-    return PLAIN if config.values.get("sliding_window") is None else window_everywhere(config, 4096)
+def _windows(config: HfConfig) -> tuple[int | None, ...]:
+    """Return the window of every layer if the config has one."""
+    return () if config.values.get("sliding_window") is None else window_everywhere(config, 4096)
 
 
 def rules(shape: Shape) -> Rules:
-    return mixture_rules(shape, attention_rules(shape), experts=_EXPERTS)
+    return decoder_rules(shape, experts=_EXPERTS)

@@ -21,7 +21,7 @@ def shape(config: HfConfig) -> Shape:
         qkv_bias=True,
         qk_norm=False,
         max_position_embeddings=32768,
-        attention=switched_window(config),
+        windows=switched_window(config),
     )
 
 

@@ -7,17 +7,16 @@ expert is multiplied by a sigmoid gate.
 from __future__ import annotations
 
 from msrl.models.decoder import decoder_shape
-from msrl.models.decoder_rules import attention_rules
+from msrl.models.decoder_rules import decoder_rules
 from msrl.models.hf_config import HfConfig
 from msrl.models.mixture import (
-    ExpertNames,
     aux_loss_coef,
-    check_experts,
-    mixture_rules,
+    layer_experts,
     sparse_layers,
 )
 from msrl.models.rules import Rules
 from msrl.models.shape import Moe, Shape
+from msrl.models.tensor_names import ExpertNames
 
 ARCHITECTURES = ("Qwen2MoeForCausalLM",)
 _EXPERTS = ExpertNames(shared="mlp.shared_expert.", shared_gate="mlp.shared_expert_gate")
@@ -30,7 +29,6 @@ def shape(config: HfConfig) -> Shape:
         num_experts=config.count("num_experts", config.count("num_local_experts", 60)),
         experts_per_token=config.count("num_experts_per_tok", 4),
         ffn_hidden_size=config.count("moe_intermediate_size", 1408),
-        layers=sparse_layers(config),
         shared_ffn_hidden_size=config.count("shared_expert_intermediate_size", 5632),
         shared_gate=True,
         normalize=config.flag("norm_topk_prob", False),
@@ -43,9 +41,9 @@ def shape(config: HfConfig) -> Shape:
         qk_norm=False,
         num_key_value_heads=16,
         max_position_embeddings=32768,
-        moe=check_experts(config, moe),
+        experts=layer_experts(config, moe, sparse_layers(config)),
     )
 
 
 def rules(shape: Shape) -> Rules:
-    return mixture_rules(shape, attention_rules(shape), experts=_EXPERTS)
+    return decoder_rules(shape, experts=_EXPERTS)

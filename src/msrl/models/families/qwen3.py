@@ -23,7 +23,7 @@ def shape(config: HfConfig) -> Shape:
         qk_norm=True,
         head_dim=128,
         max_position_embeddings=32768,
-        attention=switched_window(config),
+        windows=switched_window(config),
     )
 
 

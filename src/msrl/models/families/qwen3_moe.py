@@ -6,9 +6,9 @@ The attention is Qwen 3's. Every layer or some layers have experts.
 from __future__ import annotations
 
 from msrl.models.decoder import decoder_shape, switched_window
-from msrl.models.decoder_rules import attention_rules
+from msrl.models.decoder_rules import decoder_rules
 from msrl.models.hf_config import HfConfig
-from msrl.models.mixture import aux_loss_coef, check_experts, mixture_rules, sparse_layers
+from msrl.models.mixture import aux_loss_coef, layer_experts, sparse_layers
 from msrl.models.rules import Rules
 from msrl.models.shape import Moe, Shape
 
@@ -23,7 +23,6 @@ def shape(config: HfConfig) -> Shape:
         num_experts=config.count("num_experts", config.count("num_local_experts", 128)),
         experts_per_token=config.count("num_experts_per_tok", 8),
         ffn_hidden_size=config.count("moe_intermediate_size", 768),
-        layers=sparse_layers(config),
         normalize=config.flag("norm_topk_prob", False),
         aux_loss_coef=aux_loss_coef(config),
     )
@@ -34,10 +33,10 @@ def shape(config: HfConfig) -> Shape:
         qk_norm=True,
         max_position_embeddings=32768,
         num_key_value_heads=4,
-        attention=switched_window(config),
-        moe=check_experts(config, moe),
+        windows=switched_window(config),
+        experts=layer_experts(config, moe, sparse_layers(config)),
     )
 
 
 def rules(shape: Shape) -> Rules:
-    return mixture_rules(shape, attention_rules(shape))
+    return decoder_rules(shape)

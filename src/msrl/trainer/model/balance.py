@@ -51,9 +51,15 @@ class ExpertBalance:
     """
 
     def __init__(
-        self, settings: RouterConfig, moe: Moe, model: torch.nn.Module, device: torch.device
+        self,
+        settings: RouterConfig,
+        moe: Moe,
+        num_layers: int,  # mixtures of the model
+        model: torch.nn.Module,
+        device: torch.device,
     ) -> None:
         self.settings, self.moe, self.device = settings, moe, device
+        self._num_layers = num_layers
         self._aux_loss_coef = aux_loss_coef(settings, moe)
         self._routers = [module for module in model.modules() if isinstance(module, Router)]
         for number, router in enumerate(self._routers):
@@ -150,7 +156,7 @@ class ExpertBalance:
             if not is_skipped:
                 self._update_biases(mean)
         dist.all_reduce(busiest, op=dist.ReduceOp.MAX, group=groups.pp_group())
-        aux, large = (self._sums / sum(self.moe.layers)).tolist()
+        aux, large = (self._sums / self._num_layers).tolist()
         metrics = {"router_aux_loss": aux} if self._aux_loss_coef else {}
         if self.settings.z_loss_coef:
             metrics["router_z_loss"] = large

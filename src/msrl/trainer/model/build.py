@@ -30,7 +30,7 @@ from msrl.models.megatron import transformer_settings
 from msrl.models.parallel_layout import Coords
 from msrl.models.rules import Replicated, Sharded
 from msrl.models.select import select_names
-from msrl.models.shape import Mla, Shape
+from msrl.models.shape import Attention, Layer, Mla, Moe, Shape
 from msrl.models.stages import stage_tensors
 from msrl.platforms.base import Platform
 from msrl.trainer.model.experts import MixtureLayer, mixture_spec
@@ -131,28 +131,30 @@ def _uneven(layout: Layout) -> PipelineParallelLayerLayout | None:
 
 def _layer_spec(shape: Shape, layer: int) -> ModuleSpec:
     """Return the modules of a layer; `layer` counts from 0 over the whole model."""
-    is_mixture = shape.moe is not None and shape.moe.layers[layer]
+    mixer, block = shape.layers[layer].mixer, shape.layers[layer].feed_forward
     return ModuleSpec(
-        module=_layer_class(shape, is_mixture=is_mixture),
+        module=_layer_class(shape, shape.layers[layer]),
         submodules=TransformerLayerSubmodules(
             input_layernorm=RmsNorm,
             self_attention=(
-                _attention_spec(shape, layer)
-                if shape.mla is None
-                else _latent_attention_spec(shape, shape.mla)
+                ModuleSpec(module=LatentAttention, params={"mla": mixer})
+                if isinstance(mixer, Mla)
+                else _attention_spec(mixer)
             ),
             self_attn_bda=get_bias_dropout_add,  # pyright: ignore[reportArgumentType] - Megatron's own, by its own spec
             pre_mlp_layernorm=RmsNorm,
             mlp=(
-                mixture_spec(shape.moe, layer) if shape.moe is not None and is_mixture else GatedMlp
+                mixture_spec(block, sum(shape.mixture_layers[:layer]))
+                if isinstance(block, Moe)
+                else GatedMlp
             ),
             mlp_bda=get_bias_dropout_add,  # pyright: ignore[reportArgumentType]
         ),
     )
 
 
-def _layer_class(shape: Shape, *, is_mixture: bool) -> type[TransformerLayer]:
-    if is_mixture:
+def _layer_class(shape: Shape, layer: Layer) -> type[TransformerLayer]:
+    if isinstance(layer.feed_forward, Moe):
         assert not shape.post_norms, (
             "no family has a mixture of experts and norms behind its sublayers"
         )
@@ -160,11 +162,9 @@ def _layer_class(shape: Shape, *, is_mixture: bool) -> type[TransformerLayer]:
     return PostNormLayer if shape.post_norms else TransformerLayer
 
 
-def _attention_spec(shape: Shape, layer: int) -> ModuleSpec:
-    norm = RmsNorm if shape.qk_norm else IdentityOp
-    core_attention = ModuleSpec(
-        module=CoreAttention, params={"traits": shape.attention, "layer": layer}
-    )
+def _attention_spec(attention: Attention) -> ModuleSpec:
+    norm = IdentityOp if attention.qk_norm is None else RmsNorm
+    core_attention = ModuleSpec(module=CoreAttention, params={"attention": attention})
     return ModuleSpec(
         module=SelfAttention,
         params={"attn_mask_type": AttnMaskType.causal},
@@ -176,10 +176,6 @@ def _attention_spec(shape: Shape, layer: int) -> ModuleSpec:
             core_attention=core_attention,
         ),
     )
-
-
-def _latent_attention_spec(shape: Shape, mla: Mla) -> ModuleSpec:
-    return ModuleSpec(module=LatentAttention, params={"mla": mla, "scale": shape.attention.scale})
 
 
 def build_model(

@@ -189,7 +189,7 @@ class ExpertOutput(RowParallelLinear):
         return bias if num_shards == 1 else bias + (bias / num_shards - bias).detach()
 
 
-def mixture_spec(moe: Moe, layer: int) -> ModuleSpec:
+def mixture_spec(moe: Moe, number: int) -> ModuleSpec:
     """Return the feed-forward part of a layer that is a mixture of experts.
 
     `layer` counts from 0 over the whole model.
@@ -199,7 +199,7 @@ def mixture_spec(moe: Moe, layer: int) -> ModuleSpec:
     return ModuleSpec(
         module=MoELayer,
         submodules=MoESubmodules(
-            router=functools.partial(Router, moe=moe, number=sum(moe.layers[:layer])),  # pyright: ignore[reportArgumentType]
+            router=functools.partial(Router, moe=moe, number=number),  # pyright: ignore[reportArgumentType]
             experts=ModuleSpec(module=GroupedExperts, submodules=experts),
             shared_experts=ModuleSpec(module=SharedExpertMLP, submodules=linears),
         ),

@@ -48,16 +48,13 @@ class _ReplicatedLinear(torch.nn.Module):
 
 
 class LatentAttention(MegatronModule):
-    """Latent attention in place of Megatron's self-attention.
-
-    `scale` multiplies the products of queries and keys.
-    """
+    """Latent attention in place of Megatron's self-attention."""
 
     def __init__(
-        self, config: TransformerConfig, layer_number: int, *, mla: Mla, scale: float, **_: object
+        self, config: TransformerConfig, layer_number: int, *, mla: Mla, **_: object
     ) -> None:
         super().__init__(config=config)
-        self.mla, self.scale, self.layer_number = mla, scale, layer_number
+        self.mla, self.layer_number = mla, layer_number
         tp = parallel_state.get_tensor_model_parallel_world_size()
         self.num_heads = config.num_attention_heads // tp
         self.query_size = config.num_attention_heads * (mla.nope_head_dim + mla.rope_head_dim)
@@ -102,13 +99,11 @@ class LatentAttention(MegatronModule):
             [mla.nope_head_dim, mla.v_head_dim], dim=-1
         )
         key_rope = self._for_own_heads(shared).unsqueeze(2)  # [N, 1, 1, r]
-        query_rope, key_rope = (
-            rotate(x, packed.cos, packed.sin, interleaved=packed.interleaved)
-            for x in (query_rope, key_rope)
-        )
+        rotation = packed.rotations[mla.rotary]
+        query_rope, key_rope = (rotate(x, rotation) for x in (query_rope, key_rope))
         query = torch.cat([query, query_rope], -1).squeeze(1)  # [N, h, p + r]
         key = torch.cat([key, key_rope.expand(-1, -1, self.num_heads, -1)], -1).squeeze(1)
-        mixed = packed_attention(query, key, value.squeeze(1), packed, self.scale)  # [N, h, v]
+        mixed = packed_attention(query, key, value.squeeze(1), packed, mla.scale)  # [N, h, v]
         return self.linear_proj(mixed.flatten(1).unsqueeze(1))
 
     def _queries(self, query: Tensor) -> Tensor:

@@ -24,7 +24,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
 
-from msrl.models.shape import PLAIN, Attention
+from msrl.models.shape import Attention
 from msrl.trainer.model.attention import packed_attention
 from msrl.trainer.model.packed import PackedSequences
 from msrl.trainer.model.rope import rotate
@@ -176,8 +176,7 @@ class CoreAttention(MegatronModule):
     """Core attention module of a layer, between the projections.
 
     Megatron's core attention has neither packing nor fast kernels on CPU. Megatron's layer spec
-    creates this one with the same arguments. `traits` belong to the model; `layer` is the number
-    of the layer in the model, counted from 0 over all pipeline stages.
+    creates this one with the same arguments, and with the attention of the layer.
     """
 
     def __init__(
@@ -190,18 +189,18 @@ class CoreAttention(MegatronModule):
         softmax_scale: float | None = None,
         cp_comm_type: str | None = None,
         pg_collection: object = None,
-        traits: Attention = PLAIN,
-        layer: int = 0,
+        *,
+        attention: Attention,
         **_: object,
     ) -> None:
         super().__init__(config=config)
-        self.scale = softmax_scale if traits.scale is None else traits.scale
-        self.softcap = traits.softcap
-        self.window = traits.layer_window(layer)
+        self.scale = softmax_scale if attention.scale is None else attention.scale
+        self.softcap, self.window = attention.softcap, attention.window
+        self.rotary = attention.rotary
         heads = config.num_attention_heads // config.tensor_model_parallel_size
         sinks = (
             torch.nn.Parameter(torch.empty(heads, dtype=config.params_dtype))
-            if traits.sinks
+            if attention.sinks
             else None
         )
         self.register_parameter("softmax_offset", sinks)  # Megatron's name
@@ -218,9 +217,8 @@ class CoreAttention(MegatronModule):
     ) -> Tensor:  # [N, 1, h * d]
         assert packed_seq_params is not None, "every micro-batch is packed"
         packed = packed_seq_params
-        query, key = (
-            rotate(x, packed.cos, packed.sin, interleaved=packed.interleaved) for x in (query, key)
-        )
+        rotation = packed.rotations[self.rotary]
+        query, key = (rotate(x, rotation) for x in (query, key))
         query, key, value = (x.squeeze(1) for x in (query, key, value))
         sinks = cast("Tensor | None", self.softmax_offset)
         mixed = packed_attention(

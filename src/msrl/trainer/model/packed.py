@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
+from msrl.models.shape import Rotary
 from msrl.trainer.model.context import ContextShare
 from msrl.trainer.model.prefixes import SharedRows
 
@@ -28,6 +29,19 @@ class TokenRoutes(Protocol):
         ...
 
 
+class Rotation(NamedTuple):
+    """Angles by which a rotary embedding rotates the tokens of a micro-batch."""
+
+    cos: Tensor  # [N, 1, 1, r], of each token's position in its own sequence
+    sin: Tensor  # [N, 1, 1, r], the first of each pair negated: see `rotate`
+    # True: pairs are neighboring channels. False: channel i is paired with channel i + r / 2.
+    interleaved: bool = False
+
+    def select(self, rows: Tensor) -> Rotation:
+        """Return the rotation of some of the tokens."""
+        return Rotation(self.cos[rows], self.sin[rows], self.interleaved)
+
+
 @dataclass(frozen=True)
 class PackedSequences:
     """Description of a packed micro-batch, which Megatron passes as `packed_seq_params`.
@@ -38,13 +52,10 @@ class PackedSequences:
     """
 
     lengths: tuple[int, ...]  # of the sequences, their sum is N
-    cos: Tensor  # [N, 1, 1, r], of each token's position in its own sequence
-    sin: Tensor  # [N, 1, 1, r], the first of each pair negated: see `rotate`
-    # True: pairs are neighboring channels. False: channel i is paired with channel i + r / 2.
-    interleaved: bool = False
-    # Under context parallelism, `lengths` are padded, and cos and sin are of this rank's tokens.
+    rotations: Mapping[Rotary, Rotation]  # of each rotary embedding of the model
+    # Under context parallelism, `lengths` are padded, and rotations are of this rank's tokens.
     context: ContextShare | None = None
-    # Rows that several sequences share, also in cos and sin; None if each token has its own.
+    # Rows that several sequences share, also in rotations; None if each token has its own.
     shared: SharedRows | None = None
     # [n, G] bool, members of each group; None outside training passes (see `balance.py`).
     expert_groups: Tensor | None = None
@@ -56,16 +67,18 @@ class PackedSequences:
 
 def select_share(packed: PackedSequences, share: ContextShare) -> PackedSequences:
     """Return the packing of a full micro-batch restricted to the tokens of this rank."""
-    rows = share.clamped_rows
-    return replace(
-        packed, lengths=share.lengths, cos=packed.cos[rows], sin=packed.sin[rows], context=share
-    )
+    rotations = _select(packed.rotations, share.clamped_rows)
+    return replace(packed, lengths=share.lengths, rotations=rotations, context=share)
 
 
 def share_rows(packed: PackedSequences, shared: SharedRows) -> PackedSequences:
     """Return the packing of a full micro-batch with positions of rows instead of tokens."""
-    first = shared.first_tokens
-    return replace(packed, cos=packed.cos[first], sin=packed.sin[first], shared=shared)
+    rotations = _select(packed.rotations, shared.first_tokens)
+    return replace(packed, rotations=rotations, shared=shared)
+
+
+def _select(rotations: Mapping[Rotary, Rotation], rows: Tensor) -> dict[Rotary, Rotation]:
+    return {rotary: rotation.select(rows) for rotary, rotation in rotations.items()}
 
 
 def equal_runs(lengths: Sequence[int]) -> list[tuple[int, int]]:

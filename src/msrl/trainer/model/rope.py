@@ -16,47 +16,48 @@ from msrl.models.shape import (
     DynamicRopeScaling,
     LinearRopeScaling,
     Llama3RopeScaling,
+    Rotary,
     Shape,
     YarnRopeScaling,
 )
-from msrl.trainer.model.packed import PackedSequences
+from msrl.trainer.model.packed import PackedSequences, Rotation
 
 
 def rope_frequencies(
-    shape: Shape,
+    rotary: Rotary,
     num_positions: int = 0,  # length of the sequence; only `dynamic` scaling uses it
 ) -> Tensor:  # [r / 2] float32
     """Return the scaled angle per position of each channel pair (section 3.2.2).
 
     The scaling equals transformers'.
     """
-    scaling = shape.rope_scaling
+    scaling = rotary.scaling
     if isinstance(scaling, DynamicRopeScaling):
-        return 1.0 / _wavelengths(shape, _dynamic_theta(shape, scaling, num_positions))
-    wavelengths = _wavelengths(shape, shape.rope_theta)
+        return 1.0 / _wavelengths(rotary, _dynamic_theta(rotary, scaling, num_positions))
+    wavelengths = _wavelengths(rotary, rotary.theta)
     frequencies = 1.0 / wavelengths
     if isinstance(scaling, LinearRopeScaling):
         return frequencies / scaling.factor
     if isinstance(scaling, Llama3RopeScaling):
         return _llama3(frequencies, scaling)
     if isinstance(scaling, YarnRopeScaling):
-        return _yarn(wavelengths, shape, scaling)
+        return _yarn(wavelengths, rotary, scaling)
     return frequencies
 
 
-def _wavelengths(shape: Shape, theta: float) -> Tensor:
+def _wavelengths(rotary: Rotary, theta: float) -> Tensor:
     """Return the positions per radian of each pair of channels, [r / 2]."""
-    channels = shape.rotated_channels
+    channels = rotary.channels
     exponents = torch.arange(0, channels, 2, dtype=torch.int64, device="cpu").float() / channels
     return theta**exponents
 
 
-def _dynamic_theta(shape: Shape, scaling: DynamicRopeScaling, num_positions: int) -> float:
+def _dynamic_theta(rotary: Rotary, scaling: DynamicRopeScaling, num_positions: int) -> float:
     """Return the base, which grows with the length of a sequence beyond the model's maximum."""
     max_length = scaling.max_position_embeddings
     growth = scaling.factor * max(num_positions, max_length) / max_length - (scaling.factor - 1)
-    channels = shape.rotated_channels
-    return shape.rope_theta * growth ** (channels / (channels - 2))
+    channels = rotary.channels
+    return rotary.theta * growth ** (channels / (channels - 2))
 
 
 def _llama3(frequencies: Tensor, scaling: Llama3RopeScaling) -> Tensor:
@@ -76,21 +77,19 @@ def _llama3(frequencies: Tensor, scaling: Llama3RopeScaling) -> Tensor:
     return torch.where(is_low, slowed, torch.where(is_high, frequencies, blended))
 
 
-def _yarn(wavelengths: Tensor, shape: Shape, scaling: YarnRopeScaling) -> Tensor:
+def _yarn(wavelengths: Tensor, rotary: Rotary, scaling: YarnRopeScaling) -> Tensor:
     """Reduce the frequencies of channels with few rotations in the original length.
 
     Channels with fewer than `beta_slow` rotations have their frequency divided by the factor, those
     with more than `beta_fast` keep it, and those in between are interpolated linearly.
     """
-    channels = shape.rotated_channels
+    channels = rotary.channels
 
     def find_channel(rotations: float) -> float:
         """Return the channel pair with this number of rotations in the original length."""
         context = scaling.original_max_position_embeddings
         return (
-            channels
-            * math.log(context / (rotations * 2 * math.pi))
-            / (2 * math.log(shape.rope_theta))
+            channels * math.log(context / (rotations * 2 * math.pi)) / (2 * math.log(rotary.theta))
         )
 
     low, high = find_channel(scaling.beta_fast), find_channel(scaling.beta_slow)
@@ -103,16 +102,26 @@ def _yarn(wavelengths: Tensor, shape: Shape, scaling: YarnRopeScaling) -> Tensor
     return 1.0 / (scaling.factor * wavelengths) * (1 - weight) + 1.0 / wavelengths * weight
 
 
-class RotaryTable:
-    """Table of cosines and sines of all positions up to the longest sequence so far."""
+class RotaryTables:
+    """Tables of the rotary embeddings of a model."""
 
     def __init__(self, shape: Shape, dtype: torch.dtype, device: torch.device) -> None:
-        self._shape = shape
-        self._frequencies = rope_frequencies(shape)
+        self._tables = {rotary: _Table(rotary, dtype, device) for rotary in shape.rotaries}
+
+    def __call__(self, lengths: Sequence[int]) -> PackedSequences:
+        """Return the packing of sequences of these lengths, each with positions from 0."""
+        rotations = {rotary: table.rotation(lengths) for rotary, table in self._tables.items()}
+        return PackedSequences(tuple(lengths), rotations)
+
+
+class _Table:
+    """Table of cosines and sines of all positions up to the longest sequence so far."""
+
+    def __init__(self, rotary: Rotary, dtype: torch.dtype, device: torch.device) -> None:
+        self._rotary = rotary
+        self._frequencies = rope_frequencies(rotary)
         self._factor = (
-            shape.rope_scaling.attention_factor
-            if isinstance(shape.rope_scaling, YarnRopeScaling)
-            else 1.0
+            rotary.scaling.attention_factor if isinstance(rotary.scaling, YarnRopeScaling) else 1.0
         )
         self._dtype = dtype
         self._device = device
@@ -129,17 +138,17 @@ class RotaryTable:
         cos, sin = angles.cos() * self._factor, angles.sin() * self._factor
         pairs = (cos, cos), (-sin, sin)
         rows = [
-            torch.stack(p, -1).flatten(1) if self._shape.rotary_interleaved else torch.cat(p, -1)
+            torch.stack(p, -1).flatten(1) if self._rotary.interleaved else torch.cat(p, -1)
             for p in pairs
         ]
         return rows[0].to(self._device, self._dtype), rows[1].to(self._device, self._dtype)
 
-    def __call__(self, lengths: Sequence[int]) -> PackedSequences:
-        """Return the packing of sequences of these lengths, each with positions from 0."""
-        scaling, longest = self._shape.rope_scaling, max(lengths)
+    def rotation(self, lengths: Sequence[int]) -> Rotation:
+        """Return the rotation of sequences of these lengths, each with positions from 0."""
+        scaling, longest = self._rotary.scaling, max(lengths)
         if isinstance(scaling, DynamicRopeScaling) and longest > scaling.max_position_embeddings:
             tables = [
-                self._table(rope_frequencies(self._shape, length), length) for length in lengths
+                self._table(rope_frequencies(self._rotary, length), length) for length in lengths
             ]
             cos, sin = (torch.cat(rows) for rows in zip(*tables, strict=True))
         else:
@@ -149,9 +158,7 @@ class RotaryTable:
                 self._device
             )
             cos, sin = self._cos[rows], self._sin[rows]
-        return PackedSequences(
-            tuple(lengths), cos[:, None, None], sin[:, None, None], self._shape.rotary_interleaved
-        )
+        return Rotation(cos[:, None, None], sin[:, None, None], self._rotary.interleaved)
 
 
 def _swap(x: Tensor, interleaved: bool) -> Tensor:
@@ -186,17 +193,14 @@ class _Rotate(torch.autograd.Function):
 
 def rotate(
     x: Tensor,  # [N, 1, h, d]
-    cos: Tensor,  # [N, 1, 1, r]
-    sin: Tensor,  # [N, 1, 1, r]
-    *,
-    interleaved: bool = False,
+    rotation: Rotation,
 ) -> Tensor:  # [N, 1, h, d]
     """Apply the rotary position embedding to the first r channels of every head.
 
     The channels of a pair are r / 2 apart (Llama) or neighbors (GLM, `interleaved`).
     """
-    channels = cos.shape[-1]
+    channels = rotation.cos.shape[-1]
     if channels == x.shape[-1]:
-        return _Rotate.apply(x, cos, sin, interleaved)  # pyright: ignore[reportReturnType]
-    rotated = _Rotate.apply(x[..., :channels], cos, sin, interleaved)
+        return _Rotate.apply(x, *rotation)  # pyright: ignore[reportReturnType]
+    rotated = _Rotate.apply(x[..., :channels], *rotation)
     return torch.cat((rotated, x[..., channels:]), -1)  # pyright: ignore[reportArgumentType]

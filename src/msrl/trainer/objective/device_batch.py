@@ -18,7 +18,7 @@ from msrl.trainer import groups
 from msrl.trainer.model import context
 from msrl.trainer.model.packed import PackedSequences, select_share, share_rows
 from msrl.trainer.model.prefixes import find_shared_rows
-from msrl.trainer.model.rope import RotaryTable
+from msrl.trainer.model.rope import RotaryTables
 from msrl.trainer.objective.logprobs import DistributionComparison
 from msrl.types import MicroBatch
 
@@ -74,7 +74,7 @@ class _GatherPositions(torch.autograd.Function):
 
 def to_device(
     batch: MicroBatch,
-    rotary: RotaryTable,
+    rotary: RotaryTables,
     device: torch.device,
     *,
     context_groups: groups.ContextGroups | None,

@@ -1,0 +1,85 @@
+"""Weight rules of latent attention (DeepSeek V2), under MindSpeed's parameter names."""
+
+from __future__ import annotations
+
+from msrl.models.rules import Joined, Replicated, Rule, Sharded
+from msrl.models.shape import Mla
+from msrl.models.tensor_names import LLAMA, MCORE, Names
+
+
+def latent_rules(mla: Mla, hidden: int, names: Names = LLAMA) -> tuple[Rule, ...]:
+    """Return the rules of latent attention and the norm before it.
+
+    MindSpeed fuses the projections of the hidden state into one matrix, with rows [queries or their
+    latent; latent of keys and values; rope keys].
+    """
+    heads, queries = mla.num_heads, mla.num_heads * mla.head_dim
+    sources = ("q_proj" if mla.q_lora_rank is None else "q_a_proj", "kv_a_proj_with_mqa")
+    rows = (mla.q_lora_rank or queries, mla.kv_lora_rank + mla.rope_head_dim)
+    rules = [
+        _rule(names, "input_layernorm", ("input_layernorm",), Replicated(), ((hidden,),)),
+        _rule(
+            names,
+            "self_attention.linear_qkv",
+            tuple(f"self_attn.{name}" for name in sources),
+            Joined(rows),
+            tuple((n, hidden) for n in rows),
+        ),
+    ]
+    if mla.q_lora_rank is not None:
+        rules += [
+            _rule(
+                names,
+                "self_attention.q_layernorm",
+                ("self_attn.q_a_layernorm",),
+                Replicated(),
+                ((mla.q_lora_rank,),),
+            ),
+            _rule(
+                names,
+                "self_attention.linear_q_up_proj",
+                ("self_attn.q_b_proj",),
+                Sharded(0),
+                ((queries, mla.q_lora_rank),),
+            ),
+        ]
+    expanded = heads * (mla.nope_head_dim + mla.v_head_dim)
+    return (
+        *rules,
+        _rule(
+            names,
+            "self_attention.kv_layernorm",
+            ("self_attn.kv_a_layernorm",),
+            Replicated(),
+            ((mla.kv_lora_rank,),),
+        ),
+        _rule(
+            names,
+            "self_attention.linear_kv_up_proj",
+            ("self_attn.kv_b_proj",),
+            Sharded(0),
+            ((expanded, mla.kv_lora_rank),),
+        ),
+        _rule(
+            names,
+            "self_attention.linear_proj",
+            ("self_attn.o_proj",),
+            Sharded(1),
+            ((hidden, heads * mla.v_head_dim),),
+        ),
+    )
+
+
+def _rule(
+    names: Names,
+    mcore: str,
+    hf: tuple[str, ...],
+    layout: Replicated | Sharded,
+    shapes: tuple[tuple[int, ...], ...],
+) -> Rule:
+    return Rule(
+        f"{MCORE}{mcore}.weight",
+        tuple(f"{names.layer}{name}.weight" for name in hf),
+        layout,
+        shapes,
+    )
