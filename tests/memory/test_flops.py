@@ -8,7 +8,7 @@ import pytest
 
 from mixture_families import DEEPSEEK_V2, QWEN3_MOE
 from msrl.memory.flops import training_flops
-from msrl.models.shape import Dense, Layer
+from msrl.models.shape import DeltaNet, Dense, Layer
 from msrl.platforms import NAMES, get
 from msrl.platforms.cuda import peak_flops as cuda_peak
 from msrl.platforms.npu import peak_flops as npu_peak
@@ -89,6 +89,24 @@ def test_latent_attention_counts_its_projections():
         10 * weights + 4 * hidden * model.vocab_size
     ) + 6 * model.num_layers * 55 * heads * (query + mla.v_head_dim)
     assert training_flops(model, [10], 4) == expected
+
+
+def test_flops_of_a_delta_network_match_a_hand_calculation():
+    attention = shape(QWEN2).layers[0]
+    network = DeltaNet(2, 4, 3, 5, 4)  # heads of keys and values, their channels, convolution
+    layer = Layer(network, Dense(10))
+    model = dataclasses.replace(
+        shape(QWEN2), layers=(attention, layer), hidden_size=8, vocab_size=7
+    )
+    without = dataclasses.replace(model, layers=(attention,))
+    # q and k: 2 x 6 rows, v and gate: 2 x 20, a and b: 2 x 4, then the output: 20; and the
+    # convolution over 4 tokens of 32 channels.
+    weights = 8 * (12 + 40 + 8 + 20) + 4 * 32 + 3 * 8 * 10
+    # The state of a value head, 3 x 5, is read with the key and the query, and corrected.
+    states = 2 * 3 * 8 * 4 * 15
+    assert training_flops(model, [3, 5], 4) - training_flops(without, [3, 5], 4) == 3 * (
+        2 * 8 * weights + states
+    )
 
 
 @pytest.mark.parametrize(

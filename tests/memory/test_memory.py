@@ -9,9 +9,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from families import GEMMA2
+from families import GEMMA2, GEMMA3, QWEN3_5
 from memory_ranks import Case, Measurement
-from mixture_families import DEEPSEEK_V3
+from mixture_families import DEEPSEEK_V3, MINIMAX_M2
 from msrl.cli.configuration import load_configuration as load
 from msrl.config.sections.train import LoraConfig, RecomputeConfig
 from msrl.memory.estimate import Memory, training_memory
@@ -95,6 +95,38 @@ MODELS = {
         "tie_word_embeddings": True,
         "max_position_embeddings": 4096,
     },
+}
+MODELS["two bases"] = {
+    **MODELS["capped"],
+    **{key: value for key, value in GEMMA3.items() if key not in MODELS["capped"]},
+    "architectures": ["Gemma3ForCausalLM"],
+    "sliding_window_pattern": 2,
+    "attn_logit_softcapping": None,
+    "final_logit_softcapping": None,
+}
+MODELS["norms over all heads"] = {
+    **MINIMAX_M2,
+    **{key: MODELS["mixture"][key] for key in ("hidden_size", "num_attention_heads", "head_dim")},
+    "rotary_dim": 32,
+    "intermediate_size": 256,
+    "num_key_value_heads": 4,
+    "vocab_size": 8192,
+    "max_position_embeddings": 4096,
+}
+MODELS["delta networks"] = {
+    **QWEN3_5,
+    **{key: MODELS["dense"][key] for key in ("hidden_size", "intermediate_size", "vocab_size")},
+    "num_hidden_layers": 4,
+    "num_attention_heads": 6,
+    "head_dim": 64,
+    "linear_num_key_heads": 4,
+    "linear_num_value_heads": 8,
+    "linear_key_head_dim": 64,
+    "linear_value_head_dim": 64,
+    "layer_types": ["linear_attention"] * 3 + ["full_attention"],
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25},
+    "tie_word_embeddings": True,
+    "max_position_embeddings": 4096,
 }
 LENGTHS = (233, 90, 61, 128, 300, 200, 12)
 
@@ -260,6 +292,10 @@ TABLE: dict[str, tuple[str, dict, tuple[str, ...]]] = {
     "frozen": ("dense", {"more": {"freeze": ("*.mlp.*",)}}, ("train.freeze=['*.mlp.*']",)),
     "latent attention": ("latent attention", {}, ()),
     "capped scores and logits": ("capped", {}, ()),
+    "two bases": ("two bases", {}, ()),
+    "norms over all heads": ("norms over all heads", {"layout": Layout(tp=2, sp=True)}, ()),
+    "delta networks": ("delta networks", {}, ()),
+    "delta networks, tp2 sp": ("delta networks", {"layout": Layout(tp=2, sp=True)}, ()),
     "tp2 sp": ("dense", {"layout": Layout(tp=2, sp=True)}, ()),
     "tp2": ("dense", {"layout": Layout(tp=2)}, ()),
     "pp2": ("dense", {"layout": Layout(pp=2), "batches": 3}, ()),

@@ -167,7 +167,6 @@ def test_packed_groups_and_halves_are_not_split(name: str) -> None:
 @pytest.mark.parametrize(
     ("architecture", "reason"),
     [
-        ("Qwen3NextForCausalLM", "linear attention"),
         ("DeepseekV32ForCausalLM", "indexer"),
         ("Mamba2ForCausalLM", "state-space"),
         ("Qwen3VLMoeForConditionalGeneration", "mixture of experts"),
@@ -198,7 +197,7 @@ BAD = [
     (
         "qwen2.5-vl",
         {"rope_scaling": {"type": "mrope", "mrope_section": [4, 6, 6]}},
-        ("mrope_section", "head_dim", "8"),
+        ("mrope_section", "8"),
     ),
     ("qwen2.5-vl", {"text_config": []}, ("text_config",)),
     (
@@ -211,6 +210,19 @@ BAD = [
     ("gemma 2", {"hidden_activation": "silu"}, ("hidden_activation",)),
     ("gemma 2", {"use_bidirectional_attention": True}, ("use_bidirectional_attention=true",)),
     ("gemma 2", {"query_pre_attn_scalar": 0}, ("query_pre_attn_scalar",)),
+    ("gemma 3", {"sliding_window": None}, ("sliding_window",)),
+    ("gemma 3", {"hidden_activation": "silu"}, ("hidden_activation",)),
+    ("ministral 3", {"rope_parameters": {"rope_theta": 1e6}}, ("llama_4_scaling_beta",)),
+    (
+        "qwen3",
+        {"rope_scaling": {"type": "default", "llama_4_scaling_beta": 0.1}},
+        ("llama_4_scaling_beta",),
+    ),
+    ("mistral 3, language model", {"text_config": {"model_type": "mistral4"}}, ("mistral4",)),
+    ("qwen3.5", {"attn_output_gate": False}, ("attn_output_gate=false",)),
+    ("qwen3.5", {"linear_num_value_heads": 3}, ("linear_num_value_heads=3", "2")),
+    ("qwen3.5", {"layer_types": ["linear_attention"] * 4}, ("layer_types", "full_attention")),
+    ("qwen3.5", {"layer_types": ["mamba"] * 4}, ("layer_types", "linear_attention")),
 ]
 
 

@@ -16,7 +16,7 @@ from msrl.errors import ManyErrors, MsrlError
 from msrl.models.families import all_rules, families, load_shape, num_parameters, shape_from_config
 from msrl.models.hf_config import HfConfig
 from msrl.models.megatron import transformer_settings
-from msrl.models.rules import Qkv
+from msrl.models.rules import Grouped
 from msrl.models.shape import Llama3RopeScaling, YarnRopeScaling
 from support import assert_mentions, mentions, shared_data
 
@@ -311,7 +311,7 @@ def test_a_rule_of_a_layer_names_its_tensors() -> None:
     rules = {rule.mcore: rule for rule in all_rules(qwen3)}
     qkv = rules["decoder.layers.1.self_attention.linear_qkv.weight"]
     assert qkv.hf == tuple(f"model.layers.1.self_attn.{kind}_proj.weight" for kind in "qkv")
-    assert qkv.layout == Qkv(num_groups=2, heads_per_group=2, head_dim=32)
+    assert qkv.layout == Grouped(2, (64, 32, 32))
     assert qkv.shapes == ((128, 64), (64, 64), (64, 64))
     assert rules["decoder.layers.0.self_attention.k_layernorm.weight"].hf == (
         "model.layers.0.self_attn.k_norm.weight",

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from families import FAMILIES
+import families
+from families import FAMILIES, GEMMA3
 from mixture_families import MIXTURES
 from msrl.errors import MsrlError
 from msrl.models.families import shape_from_config
@@ -124,3 +125,36 @@ def test_rotary_settings_without_one_meaning_are_refused(name: str, case: str):
     settings, key = REFUSED[case]
     with pytest.raises(MsrlError, match=mentions(key)):
         shape_from_config(HfConfig(config_with(name, settings), "config.json"))
+
+
+BOTH = [
+    ({"rope_theta": 5e5}, "rope_theta"),
+    ({"rope_local_base_freq": 5e3}, "rope_local_base_freq"),
+    ({"rope_scaling": {"type": "linear", "factor": 4.0}}, "factor"),
+    ({"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}, "rope_parameters.rope_type"),
+    ({"rope_parameters": {"full_attention": 3}}, "rope_parameters.full_attention"),
+]
+BY_KIND = {
+    "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+}
+
+
+def test_rotary_bases_by_layer_are_equal_in_the_spelling_of_both_versions() -> None:
+    old = GEMMA3
+    new = {key: value for key, value in old.items() if "rope" not in key}
+    expected = families.shape(old)
+    assert families.shape({**new, "rope_parameters": BY_KIND}) == expected
+    assert families.shape({**old, "rope_parameters": BY_KIND}) == expected
+    bases = [(layer.mixer.window, layer.mixer.rotary.theta) for layer in expected.layers]
+    assert bases == [(8, 1e4), (8, 1e4), (None, 1e6), (8, 1e4)]
+    assert [rotary.scaling for rotary in expected.rotaries] == [None, LinearRopeScaling(8.0)]
+
+
+@pytest.mark.parametrize(("changes", "key"), BOTH)
+def test_rotary_bases_of_both_spellings_with_different_values_are_refused(
+    changes: dict[str, Any], key: str
+) -> None:
+    config = {**GEMMA3, "rope_parameters": BY_KIND, **changes}
+    with pytest.raises(MsrlError, match=mentions(key)):
+        families.shape(config)

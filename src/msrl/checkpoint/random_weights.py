@@ -2,7 +2,8 @@
 
 Each tensor is a function of the seed and its Hugging Face name, so it is the same in every parallel
 layout. Matrices are normal with the deviation `initializer_range` of config.json (transformers'
-default 0.02), norms multiply by 1, and biases are 0, as transformers initializes models.
+default 0.02), norms multiply by 1, and biases are 0. The decays of delta networks are those of
+transformers, which initializes models like this.
 """
 
 from __future__ import annotations
@@ -45,10 +46,14 @@ class RandomSource(WeightSource):
         return layouts.shard(rule.layout, self.hf_tensors(rule), rank, size, padded_vocab)
 
     def _tensor(self, name: str, size: tuple[int, ...]) -> Tensor:
+        if name.endswith("linear_attn.norm.weight") or name.endswith("dt_bias"):
+            return torch.ones(size)
         if "norm" in name.rpartition(".")[0].rpartition(".")[2] and name.endswith(".weight"):
             return torch.full(size, 0.0 if self.shape.zero_centered_norm else 1.0)
         if "bias" in name.rpartition(".")[2]:
             return torch.zeros(size)
         digest = hashlib.blake2b(f"{self._seed}:{name}".encode(), digest_size=8).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(digest, "big") >> 1)
+        if name.endswith("A_log"):
+            return torch.empty(size).uniform_(0.01, 16, generator=generator).log()
         return torch.randn(size, generator=generator) * self._deviation

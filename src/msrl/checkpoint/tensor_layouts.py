@@ -1,11 +1,10 @@
 """Weight layouts: Hugging Face tensors <-> one canonical tensor <-> tensor-parallel shards.
 
-Letters: G query groups, H hidden, F feed-forward, V vocabulary, d head dimension, m heads per
-group, t tensor-parallel size.
+Letters: G groups, H hidden, F feed-forward, V vocabulary, t tensor-parallel size.
 
 A canonical tensor has at most one tensor-parallel axis:
 
-    Qkv          [G, (m + 2) * d, ...], axis 0
+    Grouped      [G, rows per group, ...], axis 0
     GateUp       [2, F, H], axis 1
     Packed       as the layout that it packs
     Vocab        [V, H], axis 0, without padding
@@ -23,13 +22,23 @@ from collections.abc import Iterable, Iterator, Sequence
 import torch
 from torch import Tensor
 
-from msrl.models.rules import GateUp, Joined, Layout, Packed, Qkv, Replicated, Sharded, Vocab, Zeros
+from msrl.models.rules import (
+    GateUp,
+    Grouped,
+    Joined,
+    Layout,
+    Packed,
+    Replicated,
+    Sharded,
+    Vocab,
+    Zeros,
+)
 
 
 def fuse(layout: Layout, tensors: Sequence[Tensor]) -> Tensor:
     """Return the canonical tensor of Hugging Face `tensors` (q, k, v; gate, up; or just one)."""
     layout, tensors = _unpack(layout, tensors)
-    if isinstance(layout, Qkv):
+    if isinstance(layout, Grouped):
         return torch.cat([t.unflatten(0, (layout.num_groups, -1)) for t in tensors], dim=1)
     if isinstance(layout, GateUp):
         return torch.stack(list(tensors))
@@ -47,9 +56,9 @@ def unfuse(layout: Layout, canonical: Tensor) -> tuple[Tensor, ...]:
         tensors = unfuse(layout.layout, canonical)
         packed = torch.stack(tensors, 1).flatten(0, 1) if layout.alternating else torch.cat(tensors)
         return (packed.mT if layout.transposed else packed,)
-    if isinstance(layout, Qkv):
-        sizes = [layout.heads_per_group * layout.head_dim, layout.head_dim, layout.head_dim]
-        return tuple(tensor.flatten(0, 1) for tensor in canonical.split(sizes, dim=1))
+    if isinstance(layout, Grouped):
+        parts = canonical.split(list(layout.sizes), dim=1)
+        return tuple(tensor.flatten(0, 1) for tensor in parts)
     if isinstance(layout, GateUp):
         return tuple(canonical.unbind(0))
     if isinstance(layout, Joined):
@@ -149,7 +158,7 @@ def pieces(
         slices = [
             t.narrow(axis, tp_rank * size, size) for t, size in zip(tensors, sizes, strict=True)
         ]
-        if isinstance(layout, Qkv):
+        if isinstance(layout, Grouped):
             yield from _interleave_groups(divide_evenly(layout.num_groups, tp_size), slices)
         else:
             yield from slices
@@ -278,12 +287,12 @@ def _canonical_axis(layout: Layout) -> int:
 
 def _flatten(layout: Layout, canonical: Tensor) -> Tensor:
     """Return a canonical tensor, or a part of it, in Megatron's shape."""
-    return canonical.flatten(0, 1) if isinstance(layout, Qkv | GateUp) else canonical
+    return canonical.flatten(0, 1) if isinstance(layout, Grouped | GateUp) else canonical
 
 
 def _unflatten(layout: Layout, shard: Tensor, tp_size: int) -> Tensor:
     """Return a shard in canonical shape; the inverse of `_flatten`."""
-    if isinstance(layout, Qkv):
+    if isinstance(layout, Grouped):
         return shard.unflatten(0, (divide_evenly(layout.num_groups, tp_size), -1))
     return shard.unflatten(0, (2, -1)) if isinstance(layout, GateUp) else shard
 

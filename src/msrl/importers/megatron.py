@@ -292,17 +292,28 @@ class MegatronKeys:
                 yield from (Path(value), Path(value) / "hf")
 
 
+PROPERTIES = {
+    "rope_theta": "rotary.theta",
+    "linear_key_head_dim": "delta.key_head_dim",
+    "linear_value_head_dim": "delta.value_head_dim",
+    "linear_num_key_heads": "delta.num_key_heads",
+    "linear_num_value_heads": "delta.num_value_heads",
+    "linear_conv_kernel_dim": "delta.kernel_size",
+}
+"""Properties of a shape by their names in config.json, which the tables have."""
+
+
 def _property(shape: Shape | None, name: str) -> object:
     """Return a property of a model such as `moe.num_experts`; None if the model has none."""
     if shape is None or (shape.mla and name in ("head_dim", "qk_norm", "rotary_share")):
         return None
     if name == "rotary_share":
         return shape.rotary.channels / shape.head_dim
-    if name == "rotary.scaling.kind":
+    if name == "rope_scaling.kind":
         kind = type(shape.rotary.scaling).__name__
         return "none" if shape.rotary.scaling is None else kind.removesuffix("RopeScaling").lower()
     value: Any = shape
-    for key in name.split("."):
+    for key in PROPERTIES.get(name, name.replace("rope_scaling", "rotary.scaling")).split("."):
         value = getattr(value, key, None)
     return value
 

@@ -11,18 +11,21 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from msrl.config.sections.train import RecomputeConfig
-from msrl.models.shape import Attention, Dense, Layer, Mixer, Mla, Moe, Shape
+from msrl.models.shape import Attention, DeltaNet, Dense, Layer, Mla, Moe, Shape
 
 _FP32_BYTES = 4
+_DELTA_CHUNK = 64  # tokens (`trainer/model/mixers/gated_delta.py`)
 _MASK_BLOCK = 512  # queries per block of the attention mask (`trainer/model/attention.py`)
 LINEARS = (
     "linear_qkv",
+    "linear_qkvz",
     "linear_q_up_proj",
     "linear_kv_up_proj",
     "linear_proj",
     "linear_fc1",
     "linear_fc2",
 )
+_FIRST = ("linear_qkv", "linear_qkvz")
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +84,7 @@ class LayerBytes(NamedTuple):
     core: int
     core_inputs: int  # saved instead of `core` if the core attention is recomputed
     feed_forward: int
+    temporary: int = 0  # of the backward pass, if it is more than the gradients
 
     @property
     def total(self) -> int:
@@ -105,15 +109,18 @@ def layer_bytes(
     norm_tokens = tokens // spread.tp if spread.sp else tokens
     row = norm_tokens * shape.hidden_size * element
     scales = norm_tokens * _FP32_BYTES
-    mixer, block = layer.mixer, layer.feed_forward
+    mixer, block, temporary = layer.mixer, layer.feed_forward, 0
     # Inputs of the two norms; outputs of the norms, which are inputs of the first linear layers.
-    attention = row + 2 * scales + row * ("linear_qkv" in saved_inputs)
+    attention = row + 2 * scales + row * (not saved_inputs.isdisjoint(_FIRST))
     if shape.post_norms:
         attention += 2 * (row + scales)
     normed = row * ("linear_fc1" in saved_inputs)
     if isinstance(mixer, Mla):
         latent, core = _latent_attention(mixer, batch, spread, norm_tokens, saved_inputs)
         attention, inputs = attention + latent, 0
+    elif isinstance(mixer, DeltaNet):
+        core, inputs = _delta_core(mixer, batch, spread, "linear_proj" in saved_inputs), 0
+        temporary = _delta_chunks(mixer, batch, spread)
     else:
         core, inputs = _core_attention(mixer, batch, spread, "linear_proj" in saved_inputs)
     if isinstance(block, Dense):
@@ -123,7 +130,7 @@ def layer_bytes(
     else:
         inner = _inner_tensors(shape, is_grouped=is_grouped)
         forward = _mixture(shape, block, batch, spread, norm_tokens, saved_inputs, inner)
-    return LayerBytes(row, attention + normed, core, inputs, forward)
+    return LayerBytes(row, attention + normed, core, inputs, forward, temporary)
 
 
 def _core_attention(
@@ -157,7 +164,32 @@ def _core_attention(
     return saved, projected + copied_query + q * element * saves_output
 
 
-def key_heads(mixer: Mixer, spread: Spread) -> int:
+def _delta_core(delta: DeltaNet, batch: Pass, spread: Spread, saves_output: bool) -> int:
+    """Return the bytes that a gated delta network saves, besides its input.
+
+    These are the inputs of the convolution, the gate (in one tensor with them if the projections
+    are fused), the output before its norm, and the input of the output projection.
+    """
+    mixed, values = 2 * delta.key_channels + delta.value_channels, delta.value_channels
+    gate = mixed + values if delta.is_fused else values
+    channels = mixed + 2 * delta.num_value_heads + gate + values + values * saves_output
+    return batch.num_tokens // spread.cp * channels // spread.tp * batch.element_bytes
+
+
+def _delta_chunks(delta: DeltaNet, batch: Pass, spread: Spread) -> int:
+    """Return the bytes of the chunks of a delta network that its backward pass computes again.
+
+    They are float32: q, k and v around the convolution, and of every value head the pairs of a
+    chunk, the solutions and the states, with gradients.
+    """
+    mixed = 2 * delta.key_channels + delta.value_channels
+    state = delta.key_head_dim * delta.value_head_dim // _DELTA_CHUNK
+    head = 5 * _DELTA_CHUNK + 4 * (delta.key_head_dim + delta.value_head_dim) + 2 * state
+    channels = 4 * mixed + delta.num_value_heads * head
+    return batch.num_tokens // spread.cp * channels // spread.tp * _FP32_BYTES
+
+
+def key_heads(mixer: Attention | Mla, spread: Spread) -> int:
     """Return the key and value heads of a rank, repeated where more ranks exchange heads."""
     return max(mixer.num_groups // spread.tp, spread.head_ranks)
 

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from msrl.errors import MsrlError
 from msrl.memory.activations import Pass, Spread, key_heads
 from msrl.memory.estimate import bytes_text, full_pass, spread_sizes
-from msrl.models.shape import Mixer, Mla
+from msrl.models.shape import Attention, Mla
 from msrl.plan.run_plan import RunPlan
 
 _FP32_BYTES = 4
@@ -24,7 +24,7 @@ class SentBytes(NamedTuple):
     backward: int
 
 
-def sent_bytes(mixer: Mixer, batch: Pass, spread: Spread) -> SentBytes:
+def sent_bytes(mixer: Attention | Mla, batch: Pass, spread: Spread) -> SentBytes:
     """Return what a rank sends to its context-parallel ranks in the attention of a layer.
 
     Recomputation sends the bytes of the forward pass once more.

@@ -313,7 +313,8 @@ def _activations(plan: RunPlan, shape: Shape, stage: int, batch: Pass) -> tuple[
 
 def _gradient_bytes(layers: list[LayerBytes]) -> int:
     """Return the bytes of gradients in a layer, about as many as its feed-forward block saves."""
-    return max((layer.feed_forward + 2 * layer.input for layer in layers), default=0)
+    sizes = (layer.feed_forward + 2 * layer.input for layer in layers)
+    return max(*sizes, *(layer.temporary for layer in layers), 0)
 
 
 def training_memory(

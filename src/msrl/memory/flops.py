@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from msrl.models.shape import Attention, Dense, Layer, Mixer, Mla, Shape
+from msrl.models.shape import Attention, DeltaNet, Dense, Layer, Mixer, Mla, Shape
 
 
 def training_flops(
@@ -33,11 +33,12 @@ def training_flops(
 def _layer_weights(shape: Shape, layer: Layer) -> int:
     """Return the number of weights of a layer that are multiplied with one token."""
     mixer, block, hidden = layer.mixer, layer.feed_forward, shape.hidden_size
-    mixing = (
-        _latent_projections(mixer, hidden)
-        if isinstance(mixer, Mla)
-        else _projections(mixer, hidden)
-    )
+    if isinstance(mixer, Mla):
+        mixing = _latent_projections(mixer, hidden)
+    elif isinstance(mixer, DeltaNet):
+        mixing = _delta_weights(mixer, hidden)
+    else:
+        mixing = _projections(mixer, hidden)
     if isinstance(block, Dense):
         return mixing + 3 * hidden * block.hidden_size
     active = block.experts_per_token * block.ffn_hidden_size + block.shared_ffn_hidden_size
@@ -49,6 +50,13 @@ def _projections(attention: Attention, hidden: int) -> int:
     # Queries and attention outputs, then keys and values.
     heads = 2 * attention.num_heads + 2 * attention.num_groups
     return hidden * heads * attention.head_dim
+
+
+def _delta_weights(delta: DeltaNet, hidden: int) -> int:
+    """Return the number of weights of the projections and the convolution of a delta network."""
+    mixed = 2 * delta.key_channels + delta.value_channels
+    projected = mixed + delta.value_channels + 2 * delta.num_value_heads
+    return hidden * (projected + delta.value_channels) + mixed * delta.kernel_size
 
 
 def _latent_projections(mla: Mla, hidden: int) -> int:
@@ -66,7 +74,13 @@ def _head_weights(shape: Shape) -> int:
 
 
 def _attention(mixer: Mixer, lengths: Sequence[int]) -> int:
-    """Return the operations of attention scores and weighted sums over visible pairs."""
+    """Return the operations of attention scores and weighted sums over visible pairs.
+
+    A delta network multiplies its state with key and query of each token, and adds a product to it.
+    """
+    if isinstance(mixer, DeltaNet):
+        state = mixer.num_value_heads * mixer.key_head_dim * mixer.value_head_dim
+        return 2 * 3 * sum(lengths) * state
     is_latent = isinstance(mixer, Mla)
     window = None if is_latent else mixer.window
     pairs = sum(_visible_pairs(length, window) for length in lengths)

@@ -9,12 +9,15 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 from msrl.models.hf_config import HfConfig
-from msrl.models.rope import Rope, read_rope
-from msrl.models.shape import Attention, Dense, Layer, Mixer, Moe, Rotary, Shape
+from msrl.models.rope import Rope, read_rope, read_ropes_by_window
+from msrl.models.shape import Attention, DeltaNet, Dense, Layer, Mixer, Moe, Rotary, Shape
 
+_QK_NORMS: dict[bool | Literal["all"], Literal["head", "all"] | None] = {
+    False: None, True: "head", "all": "all",
+}  # fmt: skip
 FULL, SLIDING = "full_attention", "sliding_attention"
 
 
@@ -23,58 +26,52 @@ def decoder_shape(
     *,
     family: str,
     qkv_bias: bool,
-    qk_norm: bool,
+    qk_norm: bool | Literal["all"],
     head_dim: int | None = None,
     num_key_value_heads: int | None = None,
     max_position_embeddings: int | None,
     norm_eps: float = 1e-6,
     rope_theta: float = 10000.0,
+    local_rope_theta: float | None = None,
     partial_rotary_factor: float | None = None,
     rotary_interleaved: bool = False,
     allow_mrope: bool = False,
+    allow_query_growth: bool = False,
     tie_word_embeddings: bool = False,
     windows: Sequence[int | None] = (),
     hidden_act: str = "silu",
     experts: Sequence[Moe | None] = (),
+    delta: Sequence[DeltaNet | None] = (),
     quantization: str = "fp8",
 ) -> Shape:
-    """Return the shape of a dense decoder.
+    """Return the shape of a decoder. Raises MsrlError for what is invalid or not supported.
 
-    Optional arguments are the defaults of the family's config class. `head_dim` None means
-    hidden_size / num_attention_heads, `partial_rotary_factor` None that all channels are rotated.
-    `hidden_act` and `quantization` are the only ones that the family supports. `windows` and
-    `experts` have the window and the mixture of each layer; () means that no layer has any.
-
-    Raises:
-        MsrlError: A number is missing or inconsistent, or a feature is not supported.
+    Optional arguments are the defaults of the config class, `hidden_act` and `quantization` the
+    only ones of the family. `head_dim` None means hidden_size / num_attention_heads, `qk_norm` True
+    a norm per head, `partial_rotary_factor` None that all channels rotate. `windows`, `experts` and
+    `delta` (in place of attention) are by layer. `local_rope_theta` is the base of windowed layers.
     """
-    _refuse_unsupported(config, hidden_act)
-    config.check_quantization(quantization)
-    if not experts:
-        config.refuse("num_experts", 0)
+    _refuse_unsupported(config, hidden_act, quantization, has_experts=bool(experts))
     hidden, heads = config.count("hidden_size"), config.count("num_attention_heads")
+    groups = config.count("num_key_value_heads", num_key_value_heads)
     positions = config.count("max_position_embeddings", max_position_embeddings)
     head_dim = config.count("head_dim", head_dim or _default_head_dim(config, hidden, heads))
-    rope = _rope(config, positions, rope_theta, partial_rotary_factor, allow_mrope)
-    mixer = Attention(
-        num_heads=heads,
-        num_groups=config.count("num_key_value_heads", num_key_value_heads),
-        head_dim=head_dim,
-        rotary=Rotary(
-            rope.theta,
-            rope.scaling,
-            int(head_dim * rope.partial_rotary_factor),
-            rotary_interleaved,
-        ),
-        qkv_bias=qkv_bias,
-        qk_norm="head" if qk_norm else None,
+    thetas, allowed = (rope_theta, local_rope_theta), (allow_mrope, allow_query_growth)
+    ropes = _ropes(config, positions, thetas, partial_rotary_factor, allowed)
+    rotaries = (_rotary(rope, head_dim, rotary_interleaved) for rope in ropes)
+    attention, windowed = (
+        Attention(heads, groups, head_dim, rotary, qkv_bias, qk_norm=_QK_NORMS[qk_norm])
+        for rotary in rotaries
     )
-    num_layers, ffn = config.count("num_hidden_layers"), config.count("intermediate_size")
-    windowed = [replace(mixer, window=window) for window in windows] or [mixer] * num_layers
+    ffn, no_layers = config.count("intermediate_size"), [None] * config.count("num_hidden_layers")
+    mixers: list[Mixer] = [
+        (network or attention) if window is None else replace(windowed, window=window)
+        for window, network in zip(windows or no_layers, delta or no_layers, strict=True)
+    ]
     shape = Shape(
-        family=family,
-        architecture=config.architecture(),
-        layers=make_layers(windowed, ffn, experts),
+        family,
+        config.architecture(),
+        make_layers(mixers, ffn, experts),
         hidden_size=hidden,
         ffn_hidden_size=ffn,
         vocab_size=config.count("vocab_size"),
@@ -83,8 +80,7 @@ def decoder_shape(
         tie_word_embeddings=config.flag("tie_word_embeddings", tie_word_embeddings),
         dtype=config.dtype(),
     )
-    check_heads(config, shape)
-    return shape
+    return check_heads(config, shape)
 
 
 def make_layers(
@@ -104,28 +100,49 @@ def with_attention(shape: Shape, **changes: Any) -> Shape:
 
     @functools.cache
     def changed(layer: Layer) -> Layer:
+        if not isinstance(layer.mixer, Attention):
+            return layer
         return replace(layer, mixer=replace(layer.mixer, **changes))
 
     return replace(shape, layers=tuple(changed(layer) for layer in shape.layers))
 
 
-def _rope(
-    config: HfConfig, positions: int, theta: float, partial: float | None, allow_mrope: bool
-) -> Rope:
-    """Return the rotary embedding; `partial` None refuses a config that rotates fewer channels."""
+def _rotary(rope: Rope, head_dim: int, interleaved: bool = False) -> Rotary:
+    channels = int(head_dim * rope.partial_rotary_factor)
+    return Rotary(rope.theta, rope.scaling, channels, interleaved, rope.query_growth)
+
+
+def _ropes(
+    config: HfConfig,
+    positions: int,
+    thetas: tuple[float, float | None],
+    partial: float | None,
+    allowed: tuple[bool, bool],
+) -> tuple[Rope, Rope]:
+    """Return the rotary embeddings of layers without and with a window.
+
+    `thetas` are their default bases; the second one is None if they are equal. `partial` None
+    refuses a config that rotates fewer channels.
+    """
+    theta, local = thetas
+    if local is not None:
+        return read_ropes_by_window(
+            config, max_position_embeddings=positions, theta=theta, local=local
+        )
     rope = read_rope(
         config,
         max_position_embeddings=positions,
         theta=theta,
         partial=1.0 if partial is None else partial,
-        allow_mrope=allow_mrope,
+        allow_mrope=allowed[0],
+        allow_query_growth=allowed[1],
     )
     if partial is None and rope.partial_rotary_factor != 1:
         config.fail(
             "partial_rotary_factor",
             f"is {rope.partial_rotary_factor}. This family rotates all channels of its heads",
         )
-    return rope
+    return rope, rope
 
 
 def _default_head_dim(config: HfConfig, hidden: int, heads: int) -> int | None:
@@ -141,8 +158,8 @@ def _default_head_dim(config: HfConfig, hidden: int, heads: int) -> int | None:
     return hidden // heads or None
 
 
-def check_heads(config: HfConfig, shape: Shape) -> None:
-    """Check that query groups divide the heads and that the number of rotated channels is even.
+def check_heads(config: HfConfig, shape: Shape) -> Shape:
+    """Return the shape if query groups divide the heads and an even number of channels rotates.
 
     Raises:
         MsrlError: One of the two does not hold.
@@ -159,10 +176,16 @@ def check_heads(config: HfConfig, shape: Shape) -> None:
             f"{rotated} of {shape.head_dim} channels are rotated. Rotary "
             "embedding needs an even number",
         )
+    return shape
 
 
-def _refuse_unsupported(config: HfConfig, hidden_act: str) -> None:
+def _refuse_unsupported(
+    config: HfConfig, hidden_act: str, quantization: str, *, has_experts: bool
+) -> None:
     """Refuse config values that ask for features which are not implemented."""
+    config.check_quantization(quantization)
+    if not has_experts:
+        config.refuse("num_experts", 0)
     config.refuse("hidden_act", hidden_act)
     config.refuse("attention_dropout", 0, 0.0)
     for key in ("mlp_bias", "use_mrope", "use_bidirectional_attention"):
@@ -238,3 +261,17 @@ def alternating_window(config: HfConfig, default: int) -> tuple[int | None, ...]
     return layer_windows(
         config, _window(config, default), tuple(range(0, config.count("num_hidden_layers"), 2))
     )
+
+
+def periodic_window(config: HfConfig, default: int, period: int) -> tuple[int | None, ...]:
+    """Return Gemma 3's windows by layer: all layers but the last of every `period` ones.
+
+    `sliding_window_pattern` of the config overrides the period, whose default is of the config
+    class.
+    """
+    window, period = _window(config, default), config.count("sliding_window_pattern", period)
+    if window is None:
+        config.fail("sliding_window", "must be a number, since most layers have a window")
+    numbers = range(1, config.count("num_hidden_layers") + 1)
+    layers = tuple(number - 1 for number in numbers if number % period)
+    return layer_windows(config, window, layers)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import functools
 
-from msrl.models.attention_rules import attention_rules
-from msrl.models.feed_forward_rules import dense_rules, mixture_rules
-from msrl.models.latent_rules import latent_rules
+from msrl.models.layer_rules.attention import attention_rules
+from msrl.models.layer_rules.delta import delta_rules
+from msrl.models.layer_rules.feed_forward import dense_rules, mixture_rules
+from msrl.models.layer_rules.latent import latent_rules
+from msrl.models.layer_rules.names import EXPERTS, LLAMA, ExpertNames, Names, norm_rule
 from msrl.models.rules import Replicated, Rule, Rules, Vocab
-from msrl.models.shape import Dense, Layer, Mla, Shape
-from msrl.models.tensor_names import EXPERTS, LLAMA, ExpertNames, Names, norm_rule
+from msrl.models.shape import DeltaNet, Dense, Layer, Mla, Shape
 
 
 def decoder_rules(shape: Shape, names: Names = LLAMA, experts: ExpertNames = EXPERTS) -> Rules:
@@ -43,11 +44,12 @@ def _layer_rules(
 ) -> tuple[Rule, ...]:
     """Return the rules of one layer in the order of the network."""
     mixer, block, hidden = layer.mixer, layer.feed_forward, shape.hidden_size
-    mixing = (
-        latent_rules(mixer, hidden, names)
-        if isinstance(mixer, Mla)
-        else attention_rules(mixer, hidden, names)
-    )
+    if isinstance(mixer, Mla):
+        mixing = latent_rules(mixer, hidden, names)
+    elif isinstance(mixer, DeltaNet):
+        mixing = delta_rules(mixer, hidden, names)
+    else:
+        mixing = attention_rules(mixer, hidden, names)
     forward = (
         dense_rules(block, hidden, names)
         if isinstance(block, Dense)

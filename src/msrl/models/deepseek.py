@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import cast
 
 from msrl.models.decoder import make_layers
 from msrl.models.hf_config import HfConfig
+from msrl.models.mixture import aux_loss_coef
 from msrl.models.rope import Rope, read_rope
 from msrl.models.shape import Mla, Moe, RopeScaling, Rotary, Shape, YarnRopeScaling
 
 
-def deepseek_shape(config: HfConfig, *, family: str, experts: Sequence[Moe | None]) -> Shape:
+def deepseek_shape(
+    config: HfConfig, *, family: str, experts: Sequence[Moe | None], norm_eps: float = 1e-6
+) -> Shape:
     """Return the shape of a model with these mixtures in its layers.
 
     Raises:
@@ -49,7 +53,7 @@ def deepseek_shape(config: HfConfig, *, family: str, experts: Sequence[Moe | Non
         ffn_hidden_size=ffn,
         vocab_size=config.count("vocab_size"),
         max_position_embeddings=positions,
-        norm_eps=config.positive("rms_norm_eps", 1e-6),
+        norm_eps=config.positive("rms_norm_eps", norm_eps),
         tie_word_embeddings=config.flag("tie_word_embeddings", False),
         dtype=config.dtype(),
     )
@@ -89,16 +93,60 @@ def _score_factor(scaling: RopeScaling | None) -> float:
     return (0.1 * scaling.mscale_all_dim * math.log(scaling.factor) + 1.0) ** 2
 
 
+def sigmoid_moe(
+    config: HfConfig,
+    *,
+    num_experts: int,
+    experts_per_token: int,
+    ffn_hidden_size: int,
+    scaling_factor: float,
+    num_groups: int = 1,
+    num_chosen_groups: int = 1,
+) -> Moe:
+    """Return DeepSeek V3's mixture; arguments are the defaults of the family's config class."""
+    config.refuse("scoring_func", "sigmoid")
+    config.refuse("topk_method", "noaux_tc")
+    ffn = config.count("moe_intermediate_size", ffn_hidden_size)
+    return Moe(
+        num_experts=config.count("n_routed_experts", num_experts),
+        experts_per_token=config.count("num_experts_per_tok", experts_per_token),
+        ffn_hidden_size=ffn,
+        shared_ffn_hidden_size=ffn * config.count("n_shared_experts", 1),
+        score="sigmoid",
+        normalize=config.flag("norm_topk_prob", True),
+        scaling_factor=config.positive("routed_scaling_factor", scaling_factor),
+        num_groups=config.count("n_group", num_groups),
+        num_chosen_groups=config.count("topk_group", num_chosen_groups),
+        group_score="top2",
+        expert_bias=True,
+        aux_loss_coef=aux_loss_coef(config),
+    )
+
+
 def mixture_layers(config: HfConfig, default: int) -> tuple[bool, ...]:
     """Return for each layer if it has experts.
 
-    All layers but the first `first_k_dense_replace` ones do.
+    All layers but the first `first_k_dense_replace` ones do. transformers 5 writes
+    `mlp_layer_types`.
+
+    Raises:
+        MsrlError: The two contradict each other, or one is invalid.
     """
     value = config.values.get("first_k_dense_replace")
     first = default if value is None else value
     if isinstance(first, bool) or not isinstance(first, int) or first < 0:
         config.fail("first_k_dense_replace", "must be an integer, 0 or more")
-    return tuple(layer >= first for layer in range(config.count("num_hidden_layers")))
+    layers = tuple(layer >= first for layer in range(config.count("num_hidden_layers")))
+    kinds: object = config.values.get("mlp_layer_types")
+    if kinds is None:
+        return layers
+    listed = cast("list[object]", kinds) if isinstance(kinds, list) else []
+    marked = tuple(kind == "sparse" for kind in listed)
+    if len(marked) != len(layers) or any(kind not in ("dense", "sparse") for kind in listed):
+        config.fail("mlp_layer_types", "must be dense or sparse for each layer")
+    if value is not None and marked != layers:
+        config.fail("first_k_dense_replace", "contradicts mlp_layer_types. Remove one of them")
+    return marked
 
 
 def prediction_layers(config: HfConfig, num_layers: int) -> tuple[str, ...]:

@@ -92,6 +92,11 @@ class HfConfig:
             self.fail(key, "must be a number above 0")
         return float(value)
 
+    def cap(self, key: str, default: float | None = None) -> float | None:
+        """Return a limit. Null means no limit, an absent key means `default`."""
+        value = self.values.get(key, default)
+        return None if value is None else self.checked_positive(key, value, None)
+
     def flag(self, key: str, default: bool) -> bool:
         value = self.values.get(key)
         if value is None:

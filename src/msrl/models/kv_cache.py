@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from msrl.models.shape import Mixer, Mla, Shape
+from msrl.models.shape import DeltaNet, Mixer, Mla, Shape
 
 
 def kv_bytes_per_token(shape: Shape, element_bytes: int, tp: int) -> int:
@@ -16,6 +16,8 @@ def kv_bytes_per_token(shape: Shape, element_bytes: int, tp: int) -> int:
 
 
 def _cached_channels(mixer: Mixer, tp: int) -> int:
+    if isinstance(mixer, DeltaNet):
+        return 0  # its state does not grow with the sequence
     if isinstance(mixer, Mla):
         return mixer.kv_lora_rank + mixer.rope_head_dim
     return 2 * max(1, mixer.num_groups // tp) * mixer.head_dim

@@ -41,7 +41,10 @@ def transformer_settings(shape: Shape) -> dict[str, Any]:
         "softmax_type": softmax_type(shape),
         "add_bias_linear": shape.output_bias,
         "add_qkv_bias": shape.qkv_bias,
-        "qk_layernorm": shape.qk_norm,
+        # Megatron would sum the gradients of norms over all heads, which its ranks share by heads.
+        "qk_layernorm": isinstance(shape.attention, Attention)
+        and shape.attention.qk_norm == "head",
+        "attention_output_gate": shape.output_gate,
         "layernorm_zero_centered_gamma": shape.zero_centered_norm,
         # Megatron's defaults are 0.1.
         "hidden_dropout": 0.0,

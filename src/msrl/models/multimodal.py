@@ -11,6 +11,7 @@ from typing import Any, cast
 
 from msrl.models.decoder import decoder_shape, switched_window
 from msrl.models.hf_config import HfConfig
+from msrl.models.layer_rules.names import Names
 from msrl.models.shape import Shape
 
 
@@ -33,10 +34,27 @@ def qwen2_language_model(config: HfConfig, family: str) -> Shape:
     return replace(decoder, pass_through=("visual.",))
 
 
-def language_config(config: HfConfig) -> HfConfig:
+VISION = ("vision_tower.", "multi_modal_projector.")
+"""Names of the vision part of models that consist of these two and a `language_model`."""
+
+
+def nested(names: Names) -> Names:
+    """Return the names of a `language_model` beside a vision tower."""
+    prefix = "language_model."
+    return replace(
+        names,
+        layer=f"{prefix}{names.layer}",
+        embedding=f"{prefix}{names.embedding}",
+        final_norm=f"{prefix}{names.final_norm}",
+        head=f"{prefix}{names.head}",
+    )
+
+
+def language_config(config: HfConfig, *, tie_word_embeddings: bool = False) -> HfConfig:
     """Return the language model's config.
 
     That is `text_config`, as transformers 5 writes it, or else the config itself.
+    `tie_word_embeddings` is the default of the model's config class.
     """
     text = config.values.get("text_config")
     if text is None:
@@ -46,7 +64,8 @@ def language_config(config: HfConfig) -> HfConfig:
     inner = cast("dict[str, Any]", text)
     keys = ("dtype", "torch_dtype", "quantization_config")
     outer = {key: config.values[key] for key in keys if config.values.get(key) is not None}
-    tied = config.flag("tie_word_embeddings", False) or inner.get("tie_word_embeddings")
+    tied = config.flag("tie_word_embeddings", tie_word_embeddings)
+    tied = tied or inner.get("tie_word_embeddings")
     shared = {"architectures": config.values.get("architectures"), "tie_word_embeddings": tied}
     return HfConfig({**inner, **outer, **shared}, f"{config.where}: text_config")
 
@@ -63,8 +82,9 @@ def check_sections(text: HfConfig, shape: Shape, default: tuple[int, ...] = ()) 
     value: Any = table.get("mrope_section") or default
     listed = [*cast("list[Any]", value)] if isinstance(value, list | tuple) else []
     sections = [section for section in listed if type(section) is int]
-    if len(sections) != 3 or len(listed) != 3 or sum(sections) * 2 != shape.head_dim:
+    rotated = shape.rotary.channels
+    if len(sections) != 3 or len(listed) != 3 or sum(sections) * 2 != rotated:
         text.fail(
             "mrope_section",
-            f"must be three numbers that add up to head_dim / 2 = {shape.head_dim // 2}",
+            f"must be three numbers that add up to {rotated // 2}, half of the rotated channels",
         )

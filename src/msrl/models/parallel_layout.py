@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, cast
 
 from msrl.errors import ManyErrors
 from msrl.models.families import num_experts, rules_for
-from msrl.models.rules import GateUp, Qkv, Rule, Sharded
+from msrl.models.rules import GateUp, Grouped, Rule, Sharded
 from msrl.models.shape import Shape
 
 
@@ -177,10 +177,10 @@ class ParallelLayout:
             if rule.expert is not None:
                 continue
             layout, shapes = rule.unpacked
-            if isinstance(layout, Qkv):
-                groups.append(("KV heads", layout.num_groups))
+            if isinstance(layout, Grouped):
+                groups.append((layout.unit, layout.num_groups))
             elif isinstance(layout, Sharded) and layout.units is not None:
-                groups.append(("KV heads", layout.units))
+                groups.append((layout.unit, layout.units))
             elif isinstance(layout, GateUp):
                 columns.append(("ffn columns", shapes[0][0]))
         sizes = [*groups, ("attention heads", shape.num_attention_heads), *columns]

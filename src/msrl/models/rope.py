@@ -23,8 +23,10 @@ from msrl.models.shape import (
 
 # Settings that change the embedding in vLLM or transformers, and names that only vLLM reads.
 _UNSUPPORTED = (
-    "alpha", "mixed_b", "use_fope", "rope_dim", "llama_4_scaling_beta", "max_trained_positions",
+    "alpha", "mixed_b", "use_fope", "rope_dim", "max_trained_positions",
 )  # fmt: skip
+_KINDS = ("full_attention", "sliding_attention")
+_BY_WINDOW = ("rope_parameters", "rope_scaling", "rope_theta", "rope_local_base_freq")
 _VLLM_NAMES = ("rotary_emb_base", "rotary_pct", "rotary_emb_fraction")
 
 
@@ -35,6 +37,7 @@ class Rope:
     theta: float
     scaling: RopeScaling | None
     partial_rotary_factor: float
+    query_growth: tuple[float, int] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +93,7 @@ def read_rope(
     theta: float = 10000.0,
     partial: float = 1.0,
     allow_mrope: bool = False,
+    allow_query_growth: bool = False,
 ) -> Rope:
     """Return the rotary embedding of a config.
 
@@ -98,6 +102,7 @@ def read_rope(
         max_position_embeddings: The model's longest sequence in tokens.
         theta: Default base of the family's config class.
         partial: Default fraction of rotated channels of the family's config class.
+        allow_query_growth: True to accept `llama_4_scaling_beta` (see `Rotary`).
         allow_mrope: True to treat rope type `mrope` (three positions per token, which are equal for
             text) as `default`.
 
@@ -113,15 +118,74 @@ def read_rope(
     if fraction > 1:
         config.fail("partial_rotary_factor", "must be at most 1")
     _refuse_lost_settings(table, base, fraction)
+    growth = _query_growth(table, allow_query_growth)
     rope_type = table.values.get("rope_type", table.values.get("type", "default"))
     if rope_type == "default" or (rope_type == "mrope" and allow_mrope):
-        return Rope(base, None, fraction)
+        return Rope(base, None, fraction, growth)
     if not isinstance(rope_type, str) or rope_type not in _SCALINGS:
         config.fail(
             table.key,
             f"rope type {rope_type!r} is not supported. Supported: default, {', '.join(_SCALINGS)}",
         )
-    return Rope(base, _SCALINGS[rope_type](table), fraction)
+    return Rope(base, _SCALINGS[rope_type](table), fraction, growth)
+
+
+def _query_growth(table: _Table, is_allowed: bool) -> tuple[float, int] | None:
+    if not table.values.get("llama_4_scaling_beta"):
+        return None
+    if not is_allowed:
+        table.config.fail(f"{table.key}.llama_4_scaling_beta", "is not supported")
+    return table.positive("llama_4_scaling_beta"), table.original_positions(None)
+
+
+def read_ropes_by_window(
+    config: HfConfig, *, max_position_embeddings: int, theta: float, local: float
+) -> tuple[Rope, Rope]:
+    """Return the rotary embeddings of layers without and with a window, as Gemma 3 has them.
+
+    transformers 5 writes `rope_parameters` by layer type. Before, `rope_theta` and `rope_scaling`
+    were of layers without a window, and `rope_local_base_freq` was the base of the others. `theta`
+    and `local` are the default bases of the config class.
+
+    Raises:
+        MsrlError: As for `read_rope`, or the config has both with different values.
+    """
+    tables: Any = config.values.get("rope_parameters") or {}
+    if not isinstance(tables, dict):
+        config.fail("rope_parameters", "must be a mapping")
+    for key, table in cast("dict[str, Any]", tables).items():
+        if key not in _KINDS or not isinstance(table, dict | None):
+            config.fail(f"rope_parameters.{key}", f"must be a mapping below {' or '.join(_KINDS)}")
+    scaling: Any = config.values.get("rope_scaling") or {}
+    if not isinstance(scaling, dict):
+        config.fail("rope_scaling", "must be a mapping")
+    far, near = ({key: config.values.get(key)} for key in ("rope_theta", "rope_local_base_freq"))
+    return (
+        _rope_of_kind(config, _KINDS[0], {**far, **scaling}, theta, max_position_embeddings),
+        _rope_of_kind(config, _KINDS[1], near, local, max_position_embeddings),
+    )
+
+
+def _rope_of_kind(
+    config: HfConfig, kind: str, older: Mapping[str, Any], theta: float, positions: int
+) -> Rope:
+    """Return the rotary embedding of layers of a kind; `older` are its settings outside of tables.
+
+    Raises:
+        MsrlError: The table of the kind has another value of one of them.
+    """
+    tables: Mapping[str, Any] = config.values.get("rope_parameters") or {}
+    table: dict[str, Any] = tables.get(kind) or {}
+    settings: dict[str, Any] = {"rope_theta": theta}
+    for name, value in older.items():
+        key = {"rope_local_base_freq": "rope_theta", "type": "rope_type"}.get(name, name)
+        if value is not None and table.get(key, value) != value:
+            config.fail(name, f"differs from rope_parameters.{kind}. Remove one of them")
+        if value is not None:
+            settings[key] = value
+    others = {key: value for key, value in config.values.items() if key not in _BY_WINDOW}
+    merged = HfConfig({**others, "rope_parameters": {**settings, **table}}, config.where)
+    return read_rope(merged, max_position_embeddings=positions)
 
 
 def _read_table(config: HfConfig, max_position_embeddings: int) -> _Table:

@@ -41,11 +41,13 @@ class Sharded:
     """One Hugging Face tensor, sharded along `axis`.
 
     The axis is 0 for column-parallel weights and 1 for row-parallel ones. If `units` is set, it
-    consists of that many equal units (query groups, for example), none of which is split.
+    consists of that many equal units (query groups, for example), none of which is split. Messages
+    call them `unit`.
     """
 
     axis: int
     units: int | None = None
+    unit: str = "KV heads"
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,15 +61,16 @@ class Vocab:
 
 
 @dataclass(frozen=True, slots=True)
-class Qkv:
-    """q, k and v fused by query group: [num_groups, (heads_per_group + 2) * head_dim, ...].
+class Grouped:
+    """Tensors fused by group, such as q, k and v by query group: [num_groups, sum of `sizes`, ...].
 
-    Groups are never split.
+    `sizes` are the rows of each tensor per group. Groups, which messages call `unit`, are never
+    split.
     """
 
     num_groups: int
-    heads_per_group: int
-    head_dim: int
+    sizes: tuple[int, ...]
+    unit: str = "KV heads"
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +89,7 @@ class Packed:
     are packed as columns instead of rows.
     """
 
-    layout: Qkv | GateUp | Sharded
+    layout: Grouped | GateUp | Sharded
     rows: tuple[int, ...]
     alternating: bool = False
     transposed: bool = False
@@ -97,7 +100,7 @@ class Packed:
         return tuple((rows, *columns) for rows in self.rows)
 
 
-Layout = Replicated | Sharded | Vocab | Qkv | GateUp | Packed
+Layout = Replicated | Sharded | Vocab | Grouped | GateUp | Packed
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ from fnmatch import fnmatchcase
 
 from msrl.errors import MsrlError, nearest
 from msrl.models.families import all_rules, rules_for
-from msrl.models.rules import Packed, Rule
+from msrl.models.rules import Rule
 from msrl.models.shape import Shape
 
 
@@ -84,7 +84,7 @@ def adapter_problem(rule: Rule) -> str | None:
         return "this is the gate of the shared expert, which cannot have an adapter"
     if rule.mcore.endswith("router.weight"):
         return "this is the router of the experts, which cannot have an adapter"
-    if rule.expert is not None and isinstance(rule.layout, Packed):
+    if rule.expert is not None and rule.hf[0].endswith("]"):
         return (
             "all experts of a layer are packed in one Hugging Face tensor, and adapter files "
             "have no names for its parts"

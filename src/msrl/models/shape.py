@@ -62,13 +62,16 @@ RopeScaling = Llama3RopeScaling | LinearRopeScaling | DynamicRopeScaling | YarnR
 class Rotary:
     """Rotary embedding of a layer, which rotates the first `channels` channels of a head.
 
-    Pairs are formed from the two halves or, with `interleaved`, from adjacent channels.
+    Pairs are formed from the two halves or, with `interleaved`, from adjacent channels. With a
+    `query_growth` (b, p), the query at a position is multiplied by 1 + b ln(1 + position // p), as
+    in Llama 4.
     """
 
     theta: float
     scaling: RopeScaling | None
     channels: int
     interleaved: bool = False
+    query_growth: tuple[float, int] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +85,8 @@ class Attention:
       `softcap`).
     - `window`: a position attends to itself and to the `window` - 1 positions before it (None: to
       all positions before it).
+    - `output_gate`: every head has as many gate channels as query channels; the sigmoid of the gate
+      multiplies its output.
     - `sinks`: every head has a learned score that takes part in its softmax only
       (arXiv:2309.17453, section 3.3).
     """
@@ -97,6 +102,7 @@ class Attention:
     softcap: float | None = None
     window: int | None = None
     sinks: bool = False
+    output_gate: bool = False
 
     @property
     def heads_per_group(self) -> int:
@@ -184,7 +190,40 @@ class Mla:
         return self.nope_head_dim + self.rope_head_dim
 
 
-Mixer = Attention | Mla
+@dataclass(frozen=True, slots=True)
+class DeltaNet:
+    """Gated delta network of a layer (arXiv:2412.06464).
+
+    Queries and keys of `num_key_heads` heads with `key_head_dim` channels and values of
+    `num_value_heads` heads with `value_head_dim` channels pass a causal convolution over
+    `kernel_size` tokens. Several value heads share the queries and keys of a key head. Every value
+    head has a state, which each token decays and corrects. The output is normalized per head and
+    gated. `is_fused` tells how the Hugging Face files pack the projections: q, k, v and gate by key
+    head in one tensor, or the gate in a separate one.
+    """
+
+    num_key_heads: int
+    num_value_heads: int
+    key_head_dim: int
+    value_head_dim: int
+    kernel_size: int
+    is_fused: bool = False
+
+    @property
+    def heads_per_group(self) -> int:
+        """Value heads per key head."""
+        return self.num_value_heads // self.num_key_heads
+
+    @property
+    def key_channels(self) -> int:
+        return self.num_key_heads * self.key_head_dim
+
+    @property
+    def value_channels(self) -> int:
+        return self.num_value_heads * self.value_head_dim
+
+
+Mixer = Attention | Mla | DeltaNet
 
 
 @dataclass(frozen=True, slots=True)
@@ -260,14 +299,27 @@ class Shape:
     @property
     def rotaries(self) -> tuple[Rotary, ...]:
         """The different rotary embeddings of the layers."""
-        return tuple(dict.fromkeys(layer.mixer.rotary for layer in self.layers))
+        mixers = (layer.mixer for layer in self.layers)
+        return tuple(dict.fromkeys(x.rotary for x in mixers if not isinstance(x, DeltaNet)))
+
+    @property
+    def delta(self) -> DeltaNet | None:
+        """The gated delta network of a layer that has one; None if the model has none."""
+        mixers = (layer.mixer for layer in self.layers)
+        return next((mixer for mixer in mixers if isinstance(mixer, DeltaNet)), None)
+
+    @property
+    def has_equal_layers(self) -> bool:
+        """True if all layers have the same kinds of mixers and feed-forward blocks."""
+        kinds = {(type(layer.mixer), type(layer.feed_forward)) for layer in self.layers}
+        return len(kinds) == 1
 
     # What the layers have in common. Megatron's settings and most checks know one value only.
 
     @property
     def attention(self) -> Attention | Mla:
-        """The attention of the first layer without a window, or else of the first layer."""
-        mixers = [layer.mixer for layer in self.layers]
+        """The attention of the first layer without a window, or else of the first one with it."""
+        mixers = [x.mixer for x in self.layers if not isinstance(x.mixer, DeltaNet)]
         return next((x for x in mixers if isinstance(x, Mla) or x.window is None), mixers[0])
 
     @property
@@ -294,6 +346,11 @@ class Shape:
     def qk_norm(self) -> bool:
         """True if queries and keys have a norm; latent attention has norms of its latents."""
         return isinstance(self.attention, Attention) and self.attention.qk_norm is not None
+
+    @property
+    def output_gate(self) -> bool:
+        """True if gates multiply the output of the attention."""
+        return isinstance(self.attention, Attention) and self.attention.output_gate
 
     @property
     def output_bias(self) -> bool:

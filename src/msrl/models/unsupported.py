@@ -6,7 +6,6 @@ others.
 
 from __future__ import annotations
 
-_LINEAR = "some of its layers have linear attention (gated delta networks)"
 _SPARSE = "its attention selects tokens with an indexer (DeepSeek sparse attention)"
 _MUP = "its residuals, embeddings and logits are scaled by constants"
 _FUSED = "its query, key and value tensors are packed under names that msrl does not read"
@@ -14,16 +13,12 @@ _MIXER = "its norms are LayerNorms with biases and its router is a sparse mixer"
 _VISION_EXPERTS = "its language model is a mixture of experts within a vision-language model"
 
 UNSUPPORTED = {
-    "Qwen3NextForCausalLM": _LINEAR,
-    "Qwen3_5ForConditionalGeneration": _LINEAR,
-    "Qwen3_5MoeForConditionalGeneration": _LINEAR,
     "DeepseekV32ForCausalLM": _SPARSE,
     "GlmMoeDsaForCausalLM": _SPARSE,
     "DeepseekV4ForCausalLM": "its attention compresses keys and values and its residual streams "
     "are mixed (hyper-connections)",
     "LongcatFlashForCausalLM": "its layers have two attention blocks, and experts "
     "without computation",
-    "MiniMaxM2ForCausalLM": "its norms of queries and keys cover all heads at once",
     "BailingMoeForCausalLM": _FUSED,
     "BailingMoeV2ForCausalLM": _FUSED,
     "Phi3ForCausalLM": _FUSED,
@@ -34,8 +29,7 @@ UNSUPPORTED = {
     "HunYuanForCausalLM": "its layers share keys and values with each other",
     "MiniCPMForCausalLM": _MUP,
     "MiniCPM3ForCausalLM": _MUP,
-    "GemmaForCausalLM": "only its successor Gemma 2 is",
-    "Gemma3ForCausalLM": "only Gemma 2 is",
+    "GemmaForCausalLM": "only its successors Gemma 2 and 3 are",
     "Grok1ModelForCausalLM": "its attention and logits are scaled and limited by constants",
     "BloomForCausalLM": "it has ALiBi positions and LayerNorms with biases",
     "QWenLMHeadModel": "this is the first Qwen, whose code comes with its checkpoints; "

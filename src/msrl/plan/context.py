@@ -8,13 +8,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from msrl.config.sections.train import ParallelConfig
-from msrl.models.shape import Shape
+from msrl.models.shape import DeltaNet, Shape
 from msrl.plan.derived import layout_from
 
 
 def layout_problems(parallel: ParallelConfig, shape: Shape) -> Iterator[tuple[str, str]]:
     """Yield (field, problem) for every field of a training's layout that does not fit the model."""
     yield from layout_from(parallel).problems(shape)
+    if shape.delta is not None and parallel.cp > 1:
+        yield from _delta_problems(parallel, shape.delta)
     if parallel.num_head_ranks > 1 and shape.num_attention_heads % parallel.tp == 0:
         yield from _head_problems(parallel, shape)
 
@@ -39,6 +41,22 @@ def size_problems(parallel: ParallelConfig) -> Iterator[tuple[str, str]]:
             "cp_head_ranks",
             f"must divide train.parallel.cp={cp} into several groups of several ranks. For a "
             "single group or groups of one rank, set train.parallel.cp_algo to ulysses or ring",
+        )
+
+
+def _delta_problems(parallel: ParallelConfig, delta: DeltaNet) -> Iterator[tuple[str, str]]:
+    """Yield the problem of delta networks, whose states need all tokens of a sequence in order."""
+    if parallel.cp_algo != "ulysses":
+        yield (
+            "cp_algo",
+            "must be ulysses for a model with gated delta networks, whose ranks exchange heads",
+        )
+    elif delta.num_key_heads % (parallel.cp * parallel.tp):
+        times = f" times train.parallel.tp={parallel.tp}" if parallel.tp > 1 else ""
+        yield (
+            "cp",
+            f"{parallel.cp} ranks that exchange heads{times} must divide the model's "
+            f"{delta.num_key_heads} key heads of delta networks",
         )
 
 

@@ -75,6 +75,7 @@ class CpuPlatform(Platform):
     upcast_attention = True
     attention_backend = "v1/attention/backends/cpu_attn.py"
     latent_attention_backend = "v1/attention/backends/mla/cpu_mla.py"
+    delta_network_dtype = "bfloat16"
 
     def missing(self) -> str | None:
         packages = {"torch": "torch", "megatron.core": "megatron-core"}

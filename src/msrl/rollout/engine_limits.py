@@ -50,6 +50,11 @@ def check_limits(
     _check_dtype(settings, dtype)
     if settings.logits_dtype not in (None, dtype) and platform.missing() is None:
         _check_logits_dtype(settings)
+    if shape.delta is not None and platform.delta_network_dtype not in (None, dtype):
+        raise MsrlError(
+            f"model.dtype={dtype}: on {platform.name}, vLLM computes gated delta networks in "
+            f"{platform.delta_network_dtype} only. Set model.dtype={platform.delta_network_dtype}."
+        )
     check_model(config, shape, platform)
     _check_devices(settings, shape)
     _check_batch(settings, length, platform)

@@ -171,6 +171,9 @@ def _model_name(name: str, shape: Shape) -> str:
     nested.
     """
     name = name.replace(".block_sparse_moe.", ".mlp.")
+    if name.startswith("language_model."):
+        inner = name.removeprefix("language_model.")
+        return inner.replace("model.", "model.language_model.", 1)
     if shape.family in ("qwen2_vl", "qwen2_5_vl") and name.startswith("model."):
         return name.replace("model.", "model.language_model.", 1)
     return name

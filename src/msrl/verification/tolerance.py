@@ -42,17 +42,10 @@ LATENT = Tolerance(
     "as other mixtures of experts; keys, values and queries pass through normalized latents: "
     "3.2e-5",
 )
-TOLERANCES = {
-    "qwen2_moe": ROUTED,
-    "qwen3_moe": ROUTED,
-    "glm4_moe": ROUTED,
-    "mixtral": ROUTED,
-    "gpt_oss": ROUTED,
-    "deepseek_v2": LATENT,
-    "deepseek_v3": LATENT,
-}
 
 
 def family_tolerance(shape: Shape) -> Tolerance:
-    """Return the tolerance of a model's family; `DENSE` if the table has no entry."""
-    return TOLERANCES.get(shape.family, DENSE)
+    """Return the tolerance of a model by the kinds of its layers."""
+    if shape.moe is None:
+        return DENSE
+    return ROUTED if shape.mla is None else LATENT

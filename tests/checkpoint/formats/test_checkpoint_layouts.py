@@ -20,14 +20,14 @@ from msrl.checkpoint.tensor_layouts import (
 from msrl.errors import MsrlError
 from msrl.models.families import all_rules, num_parameters
 from msrl.models.parallel_layout import Coords, ParallelLayout
-from msrl.models.rules import GateUp, Joined, Layout, Packed, Qkv, Replicated, Sharded, Vocab
+from msrl.models.rules import GateUp, Grouped, Joined, Layout, Packed, Replicated, Sharded, Vocab
 from msrl.models.stages import stage_tensors
 from support import assert_mentions
 from test_models import LLAMA, QWEN2, QWEN3, shape
 
 # Two groups of two query heads, each of two rows. A group is [four q rows, two k rows, two v rows].
 Q, K, V = torch.arange(8.0), torch.arange(10.0, 14), torch.arange(20.0, 24)
-QKV = Qkv(num_groups=2, heads_per_group=2, head_dim=2)
+QKV = Grouped(2, (4, 2, 2))
 QKV_RANKS = ([0, 1, 2, 3, 10, 11, 20, 21], [4, 5, 6, 7, 12, 13, 22, 23])
 
 
@@ -88,8 +88,8 @@ def test_replicated_tensors_are_complete_on_every_rank() -> None:
 @pytest.mark.parametrize(
     ("layout", "shapes"),
     [
-        (Qkv(4, 3, 2), ((24, 5), (8, 5), (8, 5))),
-        (Qkv(4, 3, 2), ((24,), (8,), (8,))),
+        (Grouped(4, (6, 2, 2)), ((24, 5), (8, 5), (8, 5))),
+        (Grouped(4, (6, 2, 2)), ((24,), (8,), (8,))),
         (GateUp(), ((8, 5), (8, 5))),
         (Sharded(0), ((8, 5),)),
         (Sharded(1), ((5, 8),)),
@@ -116,8 +116,8 @@ def test_every_layout_comes_back_from_any_number_of_ranks(
 @pytest.mark.parametrize(
     ("layout", "shapes"),
     [
-        (Qkv(4, 3, 2), ((24, 5), (8, 5), (8, 5))),
-        (Qkv(4, 3, 2), ((24,), (8,), (8,))),
+        (Grouped(4, (6, 2, 2)), ((24, 5), (8, 5), (8, 5))),
+        (Grouped(4, (6, 2, 2)), ((24,), (8,), (8,))),
         (GateUp(), ((8, 5), (8, 5))),
         (Packed(GateUp(), (8, 8)), ((16, 5),)),
         (Packed(GateUp(), (8, 8), alternating=True, transposed=True), ((5, 16),)),
@@ -144,7 +144,7 @@ def test_shards_of_one_layout_are_built_from_those_of_another(
 def test_tensors_split_by_rows_are_resharded_without_a_copy() -> None:
     shards = [torch.randn(6, 5), torch.randn(6, 5)]
     storages = {tensor.untyped_storage().data_ptr() for tensor in shards}
-    for layout in (Qkv(6, 1, 1), GateUp(), Sharded(0), Vocab(12)):
+    for layout in (Grouped(6, (1, 1, 1)), GateUp(), Sharded(0), Vocab(12)):
         for size in (1, 3):
             assert {
                 piece.untyped_storage().data_ptr() for piece in reshard(layout, shards, 0, size)

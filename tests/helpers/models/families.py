@@ -94,6 +94,48 @@ GEMMA2 = {
     "rms_norm_eps": 1e-6, "rope_theta": 1e4,
     "torch_dtype": "float32",
 }  # fmt: skip
+GEMMA3 = {
+    **SIZES, "architectures": ["Gemma3ForCausalLM"], "model_type": "gemma3_text", "head_dim": 32,
+    "hidden_activation": "gelu_pytorch_tanh", "attention_bias": False, "attention_dropout": 0.0,
+    "query_pre_attn_scalar": 24, "sliding_window": 8, "sliding_window_pattern": 3,
+    "rms_norm_eps": 1e-6, "rope_theta": 1e6, "rope_local_base_freq": 1e4,
+    "rope_scaling": {"rope_type": "linear", "factor": 8.0}, "torch_dtype": "float32",
+}  # fmt: skip
+SIGLIP = {
+    "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2,
+    "image_size": 28, "patch_size": 14,
+}  # fmt: skip
+GEMMA3_VL = {
+    "architectures": ["Gemma3ForConditionalGeneration"], "model_type": "gemma3",
+    "dtype": "float32", "mm_tokens_per_image": 4, "image_token_index": 198,
+    "vision_config": {**SIGLIP, "model_type": "siglip_vision_model"},
+    "text_config": {
+        **SIZES, "model_type": "gemma3_text", "head_dim": 32, "sliding_window": 8,
+        "layer_types": ["sliding_attention"] * 3 + ["full_attention"],
+        "rope_parameters": {
+            "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+        },
+    },
+}  # fmt: skip
+MINISTRAL3 = {
+    **COMMON, "architectures": ["Ministral3ForCausalLM"], "model_type": "ministral3",
+    "head_dim": 32, "rms_norm_eps": 1e-5, "sliding_window": None,
+    "rope_parameters": {
+        "rope_type": "yarn", "rope_theta": 1e6, "factor": 16.0, "beta_fast": 32.0,
+        "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1,
+        "original_max_position_embeddings": 16,
+    },
+}  # fmt: skip
+MISTRAL3_VL = {
+    "architectures": ["Mistral3ForConditionalGeneration"], "model_type": "mistral3",
+    "dtype": "float32", "tie_word_embeddings": True, "image_token_index": 198,
+    "vision_config": {**SIGLIP, "model_type": "pixtral", "head_dim": 16, "hidden_act": "gelu"},
+    "text_config": {
+        key: value for key, value in MINISTRAL3.items() if key not in ("architectures",
+        "torch_dtype")
+    },
+}  # fmt: skip
 QWEN2_5_VL = {
     **COMMON, "architectures": ["Qwen2_5_VLForConditionalGeneration"], "model_type": "qwen2_5_vl",
     "tie_word_embeddings": True,
@@ -127,6 +169,32 @@ NESTED_VL = {
         "sliding_window": None,
         "rope_parameters": {"type": "mrope", "rope_type": "default", "rope_theta": 1e6,
         "mrope_section": [2, 3, 3]},
+    },
+}  # fmt: skip
+DELTA = {
+    "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16,
+    "linear_value_head_dim": 12, "linear_conv_kernel_dim": 4, "head_dim": 32,
+    "layer_types": ["linear_attention", "full_attention"] * 2,
+}  # fmt: skip
+QWEN3_5 = {
+    **COMMON, **DELTA, "architectures": ["Qwen3_5ForCausalLM"], "model_type": "qwen3_5_text",
+    "rms_norm_eps": 1e-6, "attention_bias": False, "attn_output_gate": True,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25,
+    "mrope_section": [2, 1, 1], "mrope_interleaved": True},
+}  # fmt: skip
+QWEN3_5_VL = {
+    "architectures": ["Qwen3_5ForConditionalGeneration"], "model_type": "qwen3_5",
+    "dtype": "float32", "tie_word_embeddings": True, "image_token_id": 197, "video_token_id": 198,
+    "vision_start_token_id": 190, "vision_end_token_id": 191,
+    "text_config": {
+        **{key: value for key, value in QWEN3_5.items() if key not in ("architectures",
+        "torch_dtype")}, "tie_word_embeddings": True,
+    },
+    "vision_config": {
+        "depth": 2, "hidden_act": "gelu_pytorch_tanh", "hidden_size": 32, "intermediate_size": 48,
+        "num_heads": 2, "in_channels": 3, "patch_size": 16, "spatial_merge_size": 2,
+        "temporal_patch_size": 2, "out_hidden_size": 64, "num_position_embeddings": 16,
+        "model_type": "qwen3_5_vision",
     },
 }  # fmt: skip
 QWEN2_VL = {
@@ -229,10 +297,20 @@ FAMILIES = {
     "Qwen2.5-VL.config.json, as transformers 5.19 saves it"),
     "qwen2-vl": Family(QWEN2_VL, "the defaults of transformers' Qwen2VLConfig"),
     "qwen3-vl": Family(QWEN3_VL, "aic/Qwen--Qwen3-VL-4B-Instruct_config.json"),
+    "qwen3.5": Family(QWEN3_5, "aic/Qwen--Qwen3.5-27B_config.json, its text_config"),
+    "qwen3.5, language model": Family(QWEN3_5_VL, "Qwen3_5.config.json"),
     "glm 4 0414": Family(GLM4, "the defaults of transformers' Glm4Config, those of GLM-4-9B-0414"),
     "seed-oss": Family(SEED_OSS, "the defaults of transformers' SeedOssConfig, those of "
     "Seed-OSS-36B"),
     "gemma 2": Family(GEMMA2, "the defaults of transformers' Gemma2Config, those of gemma-2-2b"),
+    "gemma 3": Family(GEMMA3, "the defaults of transformers' Gemma3TextConfig, as gemma-3-1b-it "
+    "writes them, with the scaling of larger sizes"),
+    "gemma 3, language model": Family(GEMMA3_VL, "the defaults of transformers' Gemma3Config, "
+    "those of gemma-3-4b"),
+    "ministral 3": Family(MINISTRAL3, "the defaults of transformers' Ministral3Config, those of "
+    "Ministral-3-8B"),
+    "mistral 3, language model": Family(MISTRAL3_VL, "the defaults of transformers' "
+    "Mistral3Config, with Ministral 3 inside"),
 }  # fmt: skip
 
 
@@ -256,7 +334,7 @@ def weights(config: dict[str, Any], seed: int = 0) -> dict[str, Tensor]:
                 norm_center if is_norm else 0.0
             )
     result = dict(stack_experts(result.items(), stack_sizes(model_shape)))
-    return result | (_vision_weights(config) if model_shape.pass_through else {})
+    return result | (_vision_weights(config) if "vision_config" in config else {})
 
 
 def save_models(root: Path, rows: Mapping[str, Family]) -> dict[str, Path]:
@@ -277,9 +355,10 @@ def _vision_weights(config: dict[str, Any]) -> dict[str, Tensor]:
     import transformers
 
     model_class = getattr(transformers, config["architectures"][0])
-    tower = model_class(model_class.config_class(**copy.deepcopy(config))).model.visual
-    (prefix,) = shape(config).pass_through
+    model = model_class(model_class.config_class(**copy.deepcopy(config))).model
     return {
         f"{prefix}{name}": parameter.detach().clone()
-        for name, parameter in tower.named_parameters()
+        for prefix in shape(config).pass_through
+        if prefix != "mtp."
+        for name, parameter in getattr(model, prefix.split(".")[-2]).named_parameters()
     }

@@ -5,7 +5,7 @@ They cover experts, groups, shared experts and latent attention.
 
 from __future__ import annotations
 
-from families import COMMON, QWEN2, Family
+from families import COMMON, DELTA, QWEN2, QWEN3_5, QWEN3_5_VL, Family
 
 _EXPERTS = {"num_experts_per_tok": 3, "moe_intermediate_size": 48, "norm_topk_prob": True}
 QWEN3_MOE = {
@@ -109,6 +109,76 @@ GLM45_AIR = {
     "routed_scaling_factor": 1.0,
     "num_nextn_predict_layers": 0,
 }
+QWEN3_NEXT = {
+    **COMMON,
+    **DELTA,
+    **_EXPERTS,
+    "architectures": ["Qwen3NextForCausalLM"],
+    "model_type": "qwen3_next",
+    "rms_norm_eps": 1e-6,
+    "attention_bias": False,
+    "rope_theta": 1e7,
+    "partial_rotary_factor": 0.25,
+    "num_experts": 8,
+    "shared_expert_intermediate_size": 80,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+}
+QWEN3_5_MOE = {
+    **QWEN3_5_VL,
+    "architectures": ["Qwen3_5MoeForConditionalGeneration"],
+    "model_type": "qwen3_5_moe",
+    "tie_word_embeddings": False,
+    "text_config": {
+        **{
+            key: value
+            for key, value in QWEN3_NEXT.items()
+            if key
+            not in (
+                "architectures",
+                "torch_dtype",
+                "rope_theta",
+                "partial_rotary_factor",
+                "norm_topk_prob",
+                "decoder_sparse_step",
+                "intermediate_size",
+            )
+        },
+        "model_type": "qwen3_5_moe_text",
+        "rope_parameters": QWEN3_5["rope_parameters"],
+    },
+    "vision_config": {**QWEN3_5_VL["vision_config"], "model_type": "qwen3_5_moe_vision"},
+}
+QWEN3_5_MOE_TEXT = {
+    **QWEN3_5_MOE["text_config"],
+    "architectures": ["Qwen3_5MoeForCausalLM"],
+    "torch_dtype": "float32",
+}
+GLM47_FLASH = {
+    **{key: value for key, value in DEEPSEEK_V3.items() if key not in ("first_k_dense_replace",)},
+    "architectures": ["Glm4MoeLiteForCausalLM"],
+    "model_type": "glm4_moe_lite",
+    "n_group": 1,
+    "topk_group": 1,
+    "mlp_layer_types": ["dense", "sparse", "sparse", "sparse"],
+}
+MINIMAX_M2 = {
+    **COMMON,
+    "architectures": ["MiniMaxM2ForCausalLM"],
+    "model_type": "minimax_m2",
+    "head_dim": 32,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 5e6,
+    "rotary_dim": 16,
+    "num_local_experts": 8,
+    "num_experts_per_tok": 3,
+    "intermediate_size": 48,
+    "use_qk_norm": True,
+    "qk_norm_type": "per_layer",
+    "use_routing_bias": True,
+    "scoring_func": "sigmoid",
+    "use_mtp": False,
+}
 GPT_OSS = {
     **COMMON,
     "architectures": ["GptOssForCausalLM"],
@@ -152,6 +222,17 @@ MIXTURES = {
     "glm 4.5 air": Family(
         GLM45_AIR, "the defaults of transformers' Glm4MoeConfig, those of GLM-4.5-Air"
     ),
+    "qwen3-next": Family(
+        QWEN3_NEXT, "the defaults of transformers' Qwen3NextConfig, those of Qwen3-Next-80B-A3B"
+    ),
+    "qwen3.5 moe": Family(
+        QWEN3_5_MOE_TEXT, "aic/Qwen--Qwen3.5-35B-A3B_config.json, its text_config"
+    ),
+    "qwen3.5 moe, language model": Family(QWEN3_5_MOE, "aic/Qwen--Qwen3.5-35B-A3B_config.json"),
+    "glm 4.7 flash": Family(
+        GLM47_FLASH, "the defaults of transformers' Glm4MoeLiteConfig, those of GLM-4.7-Flash"
+    ),
+    "minimax m2": Family(MINIMAX_M2, "aic/MiniMaxAI--MiniMax-M2.5_config.json"),
     "mixtral": Family(MIXTRAL, "aic/mistralai--Mixtral-8x22B-v0.1_config.json"),
     "deepseek v2 lite": Family(
         {

@@ -10,9 +10,10 @@ import pytest
 
 from guides import GUIDES, documented_keys
 from msrl.importers.conversions import CONVERSIONS
+from msrl.importers.megatron import PROPERTIES
 from msrl.importers.native_keys import is_designed, refusal
 from msrl.importers.table import canonical, load_table
-from msrl.models.shape import Attention, Mla, Moe, RopeScaling, Rotary, Shape
+from msrl.models.shape import Attention, DeltaNet, Mla, Moe, RopeScaling, Rotary, Shape
 from support import assert_mentions
 
 SYSTEMS = ("mindspeed_rl", "mindspeed_llm", "roll", "lightrft")
@@ -28,12 +29,15 @@ NUM_DOCUMENTED = {
 
 def has_property(name: str) -> bool:
     """Return True if a shape has a property, such as `moe.num_experts`."""
+    if name in ("rope_scaling.kind", "rotary_share"):
+        return True
+    name = PROPERTIES.get(name, name.replace("rope_scaling", "rotary.scaling"))
     section, _, key = name.rpartition(".")
     classes: dict[str, tuple[type, ...]] = {"": (Shape,), "moe": (Moe,), "mla": (Mla,)}
-    classes |= {"attention": (Attention,), "rotary": (Rotary,)}
+    classes |= {"attention": (Attention,), "rotary": (Rotary,), "delta": (DeltaNet,)}
     classes["rotary.scaling"] = get_args(RopeScaling)
     names = {slot for kind in classes[section] for slot in dir(kind)}
-    return key in names or name in ("rotary.scaling.kind", "rotary_share")
+    return key in names
 
 
 @pytest.mark.parametrize("name", GUIDES)

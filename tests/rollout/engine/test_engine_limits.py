@@ -61,6 +61,13 @@ def test_a_head_size_is_not_checked_where_the_engine_selects_its_kernel(tmp_path
     assert refusal(settings, "cuda") == refusal(settings, "npu") == ""
 
 
+def test_delta_networks_in_another_type_than_bfloat16_are_refused_on_cpu(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(FAMILIES["qwen3.5"].config))
+    settings = EngineSettings(tmp_path)
+    assert_mentions(refusal(settings), "model.dtype=float32", "gated delta", "bfloat16")
+    assert refusal(replace(settings, dtype="bfloat16")) == refusal(settings, "cuda") == ""
+
+
 def test_a_latent_without_a_kernel_is_refused_unless_it_is_expanded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -102,7 +102,7 @@ def split_specs(specs: Mapping[str, TensorSpec], shape: Shape) -> dict[str, Tens
 
 def is_stacked(shape: Shape) -> bool:
     """Return True if all layers of the model are alike, so that Megatron stacks them."""
-    return shape.moe is None or all(shape.mixture_layers)
+    return shape.has_equal_layers
 
 
 def global_position(name: str, shape: Shape, *, te: bool) -> GlobalPosition:

@@ -9,9 +9,9 @@ from __future__ import annotations
 from msrl.models.decoder import check_heads, make_layers
 from msrl.models.decoder_rules import decoder_rules
 from msrl.models.hf_config import HfConfig
+from msrl.models.layer_rules.names import Names
 from msrl.models.rules import Rules
 from msrl.models.shape import Attention, Rotary, Shape
-from msrl.models.tensor_names import Names
 
 ARCHITECTURES = ("ChatGLMModel", "ChatGLMForConditionalGeneration")
 _NAMES = Names(
@@ -67,8 +67,7 @@ def shape(config: HfConfig) -> Shape:
         tie_word_embeddings=False,
         dtype=config.dtype(),
     )
-    check_heads(config, decoder)
-    return decoder
+    return check_heads(config, decoder)
 
 
 def rules(shape: Shape) -> Rules:

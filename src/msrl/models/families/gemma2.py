@@ -12,9 +12,9 @@ from dataclasses import replace
 from msrl.models.decoder import alternating_window, decoder_shape, with_attention
 from msrl.models.decoder_rules import decoder_rules
 from msrl.models.hf_config import HfConfig
+from msrl.models.layer_rules.names import Names
 from msrl.models.rules import Rules
 from msrl.models.shape import Shape
-from msrl.models.tensor_names import Names
 
 ARCHITECTURES = ("Gemma2ForCausalLM",)
 _NAMES = Names(
@@ -40,22 +40,15 @@ def shape(config: HfConfig) -> Shape:
         hidden_act="gelu_pytorch_tanh",
     )
     scale = config.positive("query_pre_attn_scalar", 256) ** -0.5
-    softcap = _cap(config, "attn_logit_softcapping", 50.0)
+    softcap = config.cap("attn_logit_softcapping", 50.0)
     return replace(
         with_attention(decoder, scale=scale, softcap=softcap),
-        logit_softcap=_cap(config, "final_logit_softcapping", 30.0),
+        logit_softcap=config.cap("final_logit_softcapping", 30.0),
         activation="gelu_tanh",
         zero_centered_norm=True,
         post_norms=True,
         embedding_scale=decoder.hidden_size**0.5,
     )
-
-
-def _cap(config: HfConfig, key: str, default: float) -> float | None:
-    """Return a cap. Null means no cap, an absent key means the default of the config class."""
-    if key in config.values and config.values[key] is None:
-        return None
-    return config.positive(key, default)
 
 
 def rules(shape: Shape) -> Rules:

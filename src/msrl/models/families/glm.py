@@ -9,9 +9,9 @@ from __future__ import annotations
 from msrl.models.decoder import decoder_shape
 from msrl.models.decoder_rules import decoder_rules
 from msrl.models.hf_config import HfConfig
+from msrl.models.layer_rules.names import Names
 from msrl.models.rules import Rules
 from msrl.models.shape import Shape
-from msrl.models.tensor_names import Names
 
 ARCHITECTURES = ("GlmForCausalLM",)
 _NAMES = Names(gate_up=("mlp.gate_up_proj",))

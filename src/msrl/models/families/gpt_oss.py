@@ -12,14 +12,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from msrl.models.attention_rules import attention_rules
 from msrl.models.decoder import alternating_window, decoder_shape, with_attention
 from msrl.models.decoder_rules import model_rules
 from msrl.models.hf_config import HfConfig
+from msrl.models.layer_rules.attention import attention_rules
+from msrl.models.layer_rules.names import LLAMA
 from msrl.models.mixture import aux_loss_coef, layer_experts
 from msrl.models.rules import GateUp, Packed, Replicated, Rule, Rules, Sharded
 from msrl.models.shape import Attention, Moe, Shape
-from msrl.models.tensor_names import LLAMA
 
 ARCHITECTURES = ("GptOssForCausalLM",)
 _HF, _MCORE = "model.layers.{layer}.", "decoder.layers.{layer}."

@@ -8,10 +8,10 @@ from __future__ import annotations
 from msrl.models.decoder import decoder_shape, window_everywhere
 from msrl.models.decoder_rules import decoder_rules
 from msrl.models.hf_config import HfConfig
+from msrl.models.layer_rules.names import ExpertNames
 from msrl.models.mixture import aux_loss_coef, layer_experts
 from msrl.models.rules import Rules
 from msrl.models.shape import Moe, Shape
-from msrl.models.tensor_names import ExpertNames
 
 ARCHITECTURES = ("MixtralForCausalLM",)
 _EXPERTS = ExpertNames(

@@ -9,6 +9,7 @@ from __future__ import annotations
 from msrl.models.decoder import decoder_shape
 from msrl.models.decoder_rules import decoder_rules
 from msrl.models.hf_config import HfConfig
+from msrl.models.layer_rules.names import ExpertNames
 from msrl.models.mixture import (
     aux_loss_coef,
     layer_experts,
@@ -16,7 +17,6 @@ from msrl.models.mixture import (
 )
 from msrl.models.rules import Rules
 from msrl.models.shape import Moe, Shape
-from msrl.models.tensor_names import ExpertNames
 
 ARCHITECTURES = ("Qwen2MoeForCausalLM",)
 _EXPERTS = ExpertNames(shared="mlp.shared_expert.", shared_gate="mlp.shared_expert_gate")

@@ -11,10 +11,10 @@ from dataclasses import replace
 from msrl.models.decoder import decoder_shape
 from msrl.models.decoder_rules import decoder_rules
 from msrl.models.hf_config import HfConfig
+from msrl.models.layer_rules.names import Names
 from msrl.models.multimodal import check_sections, language_config
 from msrl.models.rules import Rules
 from msrl.models.shape import Shape
-from msrl.models.tensor_names import Names
 
 ARCHITECTURES = ("Qwen3VLForConditionalGeneration",)
 _NAMES = Names(

@@ -30,19 +30,22 @@ from msrl.models.megatron import transformer_settings
 from msrl.models.parallel_layout import Coords
 from msrl.models.rules import Replicated, Sharded
 from msrl.models.select import select_names
-from msrl.models.shape import Attention, Layer, Mla, Moe, Shape
+from msrl.models.shape import Attention, DeltaNet, Layer, Mixer, Mla, Moe, Shape
 from msrl.models.stages import stage_tensors
 from msrl.platforms.base import Platform
 from msrl.trainer.model.experts import MixtureLayer, mixture_spec
 from msrl.trainer.model.gpt import PolicyModel
-from msrl.trainer.model.latent_attention import LatentAttention
 from msrl.trainer.model.layers import (
     ACTIVATIONS,
+    AllHeadsNorm,
     CoreAttention,
     GatedMlp,
     PostNormLayer,
     RmsNorm,
 )
+from msrl.trainer.model.mixers.gated_attention import GatedAttention
+from msrl.trainer.model.mixers.gated_delta import GatedDeltaNet
+from msrl.trainer.model.mixers.latent_attention import LatentAttention
 from msrl.trainer.model.pipeline import EmptyLayer, VirtualStages, virtual_stages
 from msrl.trainer.model.seams import check_seams_once
 from msrl.trainer.settings import Layout, sequence_multiple
@@ -136,11 +139,7 @@ def _layer_spec(shape: Shape, layer: int) -> ModuleSpec:
         module=_layer_class(shape, shape.layers[layer]),
         submodules=TransformerLayerSubmodules(
             input_layernorm=RmsNorm,
-            self_attention=(
-                ModuleSpec(module=LatentAttention, params={"mla": mixer})
-                if isinstance(mixer, Mla)
-                else _attention_spec(mixer)
-            ),
+            self_attention=(_mixer_spec(mixer)),
             self_attn_bda=get_bias_dropout_add,  # pyright: ignore[reportArgumentType] - Megatron's own, by its own spec
             pre_mlp_layernorm=RmsNorm,
             mlp=(
@@ -162,20 +161,38 @@ def _layer_class(shape: Shape, layer: Layer) -> type[TransformerLayer]:
     return PostNormLayer if shape.post_norms else TransformerLayer
 
 
+def _mixer_spec(mixer: Mixer) -> ModuleSpec:
+    """Return the module in the place of Megatron's self-attention."""
+    if isinstance(mixer, Mla):
+        return ModuleSpec(module=LatentAttention, params={"mla": mixer})
+    if isinstance(mixer, DeltaNet):
+        return ModuleSpec(module=GatedDeltaNet, params={"delta": mixer})
+    return _attention_spec(mixer)
+
+
 def _attention_spec(attention: Attention) -> ModuleSpec:
-    norm = IdentityOp if attention.qk_norm is None else RmsNorm
+    norms = [
+        _qk_norm_spec(attention, heads) for heads in (attention.num_heads, attention.num_groups)
+    ]
     core_attention = ModuleSpec(module=CoreAttention, params={"attention": attention})
     return ModuleSpec(
-        module=SelfAttention,
+        module=GatedAttention if attention.output_gate else SelfAttention,
         params={"attn_mask_type": AttnMaskType.causal},
         submodules=SelfAttentionSubmodules(
             linear_qkv=ColumnParallelLinear,
             linear_proj=RowParallelLinear,
-            q_layernorm=norm,
-            k_layernorm=norm,
+            q_layernorm=norms[0],
+            k_layernorm=norms[1],
             core_attention=core_attention,
         ),
     )
+
+
+def _qk_norm_spec(attention: Attention, num_heads: int) -> Any:
+    """Return the norm of queries or keys, which have `num_heads` heads."""
+    if attention.qk_norm == "all":
+        return ModuleSpec(module=AllHeadsNorm, params={"num_heads": num_heads})
+    return IdentityOp if attention.qk_norm is None else RmsNorm
 
 
 def build_model(

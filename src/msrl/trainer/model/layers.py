@@ -92,6 +92,44 @@ class _RmsNorm(torch.autograd.Function):
         return grad.to(x.dtype), product.sum(0).to(weight.dtype), None
 
 
+class AllHeadsNorm(RmsNorm):
+    """Root-mean-square norm over the channels of all heads, which tensor-parallel ranks share.
+
+    The weight is split by heads. A rank needs its gradient of all tokens, as of a split matrix.
+    """
+
+    def __init__(
+        self, config: TransformerConfig, hidden_size: int, eps: float, *, num_heads: int
+    ) -> None:
+        tp = parallel_state.get_tensor_model_parallel_world_size()
+        super().__init__(config, hidden_size * num_heads // tp, eps)
+        self.weight.sequence_parallel = False  # pyright: ignore[reportAttributeAccessIssue]
+        self.num_channels = hidden_size * num_heads
+
+    def forward(self, x: Tensor) -> Tensor:  # [N, 1, h, d]
+        wide = x.float()
+        total = _SumOverRanks.apply(wide.square().sum((-2, -1), keepdim=True))
+        scale = (total / self.num_channels + self.eps).rsqrt()
+        weight = self.weight.float() + 1 if self.is_zero_centered else self.weight.float()
+        return (wide * scale * weight.view(x.shape[-2:])).to(x.dtype)
+
+
+class _SumOverRanks(torch.autograd.Function):
+    """Sum over the tensor-parallel ranks; the gradients of all ranks are summed too."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        total = x.clone()
+        torch.distributed.all_reduce(total, group=parallel_state.get_tensor_model_parallel_group())
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        total = grads[0].clone()
+        torch.distributed.all_reduce(total, group=parallel_state.get_tensor_model_parallel_group())
+        return total
+
+
 class _SwiGlu(torch.autograd.Function):
     """silu(gate) * up (arXiv:2002.05202), with gate and up in one tensor.
 
@@ -219,6 +257,8 @@ class CoreAttention(MegatronModule):
         packed = packed_seq_params
         rotation = packed.rotations[self.rotary]
         query, key = (rotate(x, rotation) for x in (query, key))
+        if rotation.query_scale is not None:
+            query = query * rotation.query_scale
         query, key, value = (x.squeeze(1) for x in (query, key, value))
         sinks = cast("Tensor | None", self.softmax_offset)
         mixed = packed_attention(

@@ -36,10 +36,12 @@ class Rotation(NamedTuple):
     sin: Tensor  # [N, 1, 1, r], the first of each pair negated: see `rotate`
     # True: pairs are neighboring channels. False: channel i is paired with channel i + r / 2.
     interleaved: bool = False
+    query_scale: Tensor | None = None  # [N, 1, 1, 1], if the queries grow with the position
 
     def select(self, rows: Tensor) -> Rotation:
         """Return the rotation of some of the tokens."""
-        return Rotation(self.cos[rows], self.sin[rows], self.interleaved)
+        scale = None if self.query_scale is None else self.query_scale[rows]
+        return Rotation(self.cos[rows], self.sin[rows], self.interleaved, scale)
 
 
 @dataclass(frozen=True)

@@ -158,7 +158,20 @@ class _Table:
                 self._device
             )
             cos, sin = self._cos[rows], self._sin[rows]
-        return Rotation(cos[:, None, None], sin[:, None, None], self._rotary.interleaved)
+        return Rotation(
+            cos[:, None, None],
+            sin[:, None, None],
+            self._rotary.interleaved,
+            self._query_scale(lengths),
+        )
+
+    def _query_scale(self, lengths: Sequence[int]) -> Tensor | None:  # [N, 1, 1, 1]
+        if self._rotary.query_growth is None:
+            return None
+        factor, period = self._rotary.query_growth
+        positions = torch.cat([torch.arange(length, device="cpu") for length in lengths])
+        scale = 1 + factor * torch.log(1 + torch.floor(positions / period))
+        return scale.to(self._device, self._dtype)[:, None, None, None]
 
 
 def _swap(x: Tensor, interleaved: bool) -> Tensor:
@@ -201,6 +214,6 @@ def rotate(
     """
     channels = rotation.cos.shape[-1]
     if channels == x.shape[-1]:
-        return _Rotate.apply(x, *rotation)  # pyright: ignore[reportReturnType]
-    rotated = _Rotate.apply(x[..., :channels], *rotation)
+        return _Rotate.apply(x, *rotation[:3])  # pyright: ignore[reportReturnType]
+    rotated = _Rotate.apply(x[..., :channels], *rotation[:3])
     return torch.cat((rotated, x[..., channels:]), -1)  # pyright: ignore[reportArgumentType]

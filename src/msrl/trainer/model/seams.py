@@ -17,6 +17,7 @@ import megatron.core
 from megatron.core.models.gpt import GPTModel
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
+from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.moe.experts import SequentialMLP
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.router import TopKRouter
@@ -57,6 +58,11 @@ SEAMS = (
         TransformerBlock.forward,
         ("self", "hidden_states", "attention_mask", "packed_seq_params"),
         "model/gpt.py",
+    ),
+    Seam(
+        SelfAttention.get_query_key_value_tensors,
+        ("self", "hidden_states", "key_value_states", "output_gate", "split_qkv"),
+        "model/mixers/gated_attention.py",
     ),
     Seam(
         TransformerLayer._forward_attention,

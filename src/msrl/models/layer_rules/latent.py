@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from msrl.models.layer_rules.names import LLAMA, MCORE, Names, norm_rule
 from msrl.models.rules import Joined, Replicated, Rule, Sharded
 from msrl.models.shape import Mla
-from msrl.models.tensor_names import LLAMA, MCORE, Names
 
 
 def latent_rules(mla: Mla, hidden: int, names: Names = LLAMA) -> tuple[Rule, ...]:
@@ -13,11 +13,11 @@ def latent_rules(mla: Mla, hidden: int, names: Names = LLAMA) -> tuple[Rule, ...
     MindSpeed fuses the projections of the hidden state into one matrix, with rows [queries or their
     latent; latent of keys and values; rope keys].
     """
-    heads, queries = mla.num_heads, mla.num_heads * mla.head_dim
+    queries = mla.num_heads * mla.head_dim
     sources = ("q_proj" if mla.q_lora_rank is None else "q_a_proj", "kv_a_proj_with_mqa")
     rows = (mla.q_lora_rank or queries, mla.kv_lora_rank + mla.rope_head_dim)
     rules = [
-        _rule(names, "input_layernorm", ("input_layernorm",), Replicated(), ((hidden,),)),
+        norm_rule(names, "input_layernorm", names.input_norm, hidden),
         _rule(
             names,
             "self_attention.linear_qkv",
@@ -28,12 +28,8 @@ def latent_rules(mla: Mla, hidden: int, names: Names = LLAMA) -> tuple[Rule, ...
     ]
     if mla.q_lora_rank is not None:
         rules += [
-            _rule(
-                names,
-                "self_attention.q_layernorm",
-                ("self_attn.q_a_layernorm",),
-                Replicated(),
-                ((mla.q_lora_rank,),),
+            norm_rule(
+                names, "self_attention.q_layernorm", "self_attn.q_a_layernorm", mla.q_lora_rank
             ),
             _rule(
                 names,
@@ -43,15 +39,11 @@ def latent_rules(mla: Mla, hidden: int, names: Names = LLAMA) -> tuple[Rule, ...
                 ((queries, mla.q_lora_rank),),
             ),
         ]
-    expanded = heads * (mla.nope_head_dim + mla.v_head_dim)
+    expanded = mla.num_heads * (mla.nope_head_dim + mla.v_head_dim)
     return (
         *rules,
-        _rule(
-            names,
-            "self_attention.kv_layernorm",
-            ("self_attn.kv_a_layernorm",),
-            Replicated(),
-            ((mla.kv_lora_rank,),),
+        norm_rule(
+            names, "self_attention.kv_layernorm", "self_attn.kv_a_layernorm", mla.kv_lora_rank
         ),
         _rule(
             names,
@@ -65,7 +57,7 @@ def latent_rules(mla: Mla, hidden: int, names: Names = LLAMA) -> tuple[Rule, ...
             "self_attention.linear_proj",
             ("self_attn.o_proj",),
             Sharded(1),
-            ((hidden, heads * mla.v_head_dim),),
+            ((hidden, mla.num_heads * mla.v_head_dim),),
         ),
     )
 

@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
-from msrl.models.rules import Qkv, Replicated, Rule, Sharded
+from msrl.models.layer_rules.names import (
+    LLAMA,
+    MCORE,
+    Names,
+    fused_rule,
+    layer_rule,
+    norm_rule,
+    row_parallel_rule,
+)
+from msrl.models.rules import Grouped, Replicated, Rule, Sharded
 from msrl.models.shape import Attention
-from msrl.models.tensor_names import LLAMA, MCORE, Names, fused_rule, norm_rule, row_parallel_rule
 
 
 def attention_rules(mixer: Attention, hidden: int, names: Names = LLAMA) -> tuple[Rule, ...]:
@@ -16,13 +24,13 @@ def attention_rules(mixer: Attention, hidden: int, names: Names = LLAMA) -> tupl
     if mixer.qkv_bias:
         rules.append(_qkv(mixer, names, "bias"))
     if mixer.qk_norm:
-        rules += [
-            norm_rule(names, f"self_attention.{x}_layernorm", f"self_attn.{x}_norm", mixer.head_dim)
-            for x in ("q", "k")
-        ]
+        rules += _qk_norms(mixer, names)
     rules.append(
         row_parallel_rule(
-            names, "self_attention.linear_proj", names.attention_output, (hidden, _rows(mixer)[0])
+            names,
+            "self_attention.linear_proj",
+            names.attention_output,
+            (hidden, mixer.num_heads * mixer.head_dim),
         )
     )
     if mixer.output_bias:
@@ -33,10 +41,29 @@ def attention_rules(mixer: Attention, hidden: int, names: Names = LLAMA) -> tupl
     return tuple(rules)
 
 
+def _qk_norms(mixer: Attention, names: Names) -> list[Rule]:
+    """Return the rules of the norms of q and k, which are sharded if they are over all heads."""
+    if mixer.qk_norm == "head":
+        return [
+            norm_rule(names, f"self_attention.{x}_layernorm", f"self_attn.{x}_norm", mixer.head_dim)
+            for x in ("q", "k")
+        ]
+    return [
+        layer_rule(
+            names,
+            f"self_attention.{x}_layernorm.weight",
+            f"self_attn.{x}_norm.weight",
+            Sharded(0),
+            (heads * mixer.head_dim,),
+        )
+        for x, heads in (("q", mixer.num_heads), ("k", mixer.num_groups))
+    ]
+
+
 def _rows(mixer: Attention) -> tuple[int, int, int]:
-    """Return the number of rows of q, k and v."""
-    key_rows = mixer.num_groups * mixer.head_dim
-    return mixer.num_heads * mixer.head_dim, key_rows, key_rows
+    """Return the number of rows of q, k and v. Each head of q is followed by its gate, if any."""
+    query_rows, key_rows = (heads * mixer.head_dim for heads in (mixer.num_heads, mixer.num_groups))
+    return query_rows * (2 if mixer.output_gate else 1), key_rows, key_rows
 
 
 def _qkv(mixer: Attention, names: Names, kind: str, *columns: int) -> Rule:
@@ -53,5 +80,5 @@ def _qkv(mixer: Attention, names: Names, kind: str, *columns: int) -> Rule:
             Sharded(0, units=mixer.num_groups),
             ((sum(rows), *columns),),
         )
-    layout = Qkv(mixer.num_groups, mixer.heads_per_group, mixer.head_dim)
+    layout = Grouped(mixer.num_groups, tuple(row // mixer.num_groups for row in rows))
     return fused_rule(names, mcore, hf, layout, tuple((row, *columns) for row in rows))

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from msrl.models.rules import GateUp, Layout, Packed, Qkv, Replicated, Rule, Sharded
+from msrl.models.rules import GateUp, Grouped, Layout, Packed, Replicated, Rule, Sharded
 
 MCORE = "decoder.layers.{layer}."
 
@@ -39,7 +39,11 @@ class Names:
 
 @dataclass(frozen=True, slots=True)
 class ExpertNames:
-    """A family's Hugging Face names inside a mixture layer."""
+    """A family's Hugging Face names inside a mixture layer.
+
+    With a `stack`, all experts of a layer are in the two tensors `gate_up_proj` [experts, 2 ffn,
+    hidden] and `down_proj` below that name.
+    """
 
     router: str = "mlp.gate"
     expert_bias: str = "mlp.gate.e_score_correction_bias"
@@ -49,6 +53,7 @@ class ExpertNames:
     down: str = "down_proj"
     shared: str = "mlp.shared_experts."
     shared_gate: str = "mlp.shared_expert_gate"
+    stack: str = ""
 
 
 LLAMA, EXPERTS = Names(), ExpertNames()
@@ -73,7 +78,7 @@ def fused_rule(
     names: Names,
     mcore: str,
     hf: tuple[str, ...],
-    layout: Qkv | GateUp,
+    layout: Grouped | GateUp,
     shapes: tuple[tuple[int, ...], ...],
 ) -> Rule:
     """Return a rule of a layer.

@@ -6,9 +6,7 @@ expert's global number.
 
 from __future__ import annotations
 
-from msrl.models.rules import GateUp, Replicated, Rule, Sharded
-from msrl.models.shape import Dense, Moe
-from msrl.models.tensor_names import (
+from msrl.models.layer_rules.names import (
     EXPERTS,
     LLAMA,
     MCORE,
@@ -18,6 +16,8 @@ from msrl.models.tensor_names import (
     norm_rule,
     row_parallel_rule,
 )
+from msrl.models.rules import GateUp, Packed, Replicated, Rule, Sharded
+from msrl.models.shape import Dense, Moe
 
 _MCORE = f"{MCORE}mlp."
 
@@ -72,6 +72,10 @@ def mixture_rules(
             )
         )
     for number in range(moe.num_experts):
+        if experts.stack:
+            stack = f"{prefix}{experts.stack}"
+            rules += _stacked_expert(stack, hidden, moe.ffn_hidden_size, number)
+            continue
         rules += _feed_forward(
             "experts.local_experts.{expert}.",
             prefix + experts.expert,
@@ -81,6 +85,16 @@ def mixture_rules(
             number,
         )
     return tuple(rules)
+
+
+def _stacked_expert(stack: str, hidden: int, ffn: int, number: int) -> tuple[Rule, Rule]:
+    """Return the rules of the two matrices of an expert that are entries of larger tensors."""
+    mcore = f"{_MCORE}experts.local_experts.{{expert}}.linear_"
+    halves, names = Packed(GateUp(), (ffn, ffn)), ("gate_up_proj[{expert}]", "down_proj[{expert}]")
+    return (
+        Rule(f"{mcore}fc1.weight", (stack + names[0],), halves, ((2 * ffn, hidden),), number),
+        Rule(f"{mcore}fc2.weight", (stack + names[1],), Sharded(1), ((hidden, ffn),), number),
+    )
 
 
 def _feed_forward(

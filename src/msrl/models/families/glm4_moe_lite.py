@@ -1,0 +1,36 @@
+"""GLM-4.7-Flash (transformers' `Glm4MoeLiteForCausalLM`).
+
+DeepSeek V3's network: latent attention and its router. Layers for multi-token prediction are
+treated as in `deepseek_v3.py`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from msrl.models.decoder_rules import decoder_rules
+from msrl.models.deepseek import deepseek_shape, mixture_layers, prediction_layers, sigmoid_moe
+from msrl.models.hf_config import HfConfig
+from msrl.models.mixture import layer_experts
+from msrl.models.rules import Rules
+from msrl.models.shape import Shape
+
+ARCHITECTURES = ("Glm4MoeLiteForCausalLM",)
+
+
+def shape(config: HfConfig) -> Shape:
+    config.refuse("rope_interleave", True)
+    moe = sigmoid_moe(
+        config, num_experts=64, experts_per_token=4, ffn_hidden_size=1536, scaling_factor=1.8
+    )
+    experts = layer_experts(config, moe, mixture_layers(config, 1))
+    decoder = deepseek_shape(config, family="glm4_moe_lite", experts=experts, norm_eps=1e-5)
+    return replace(
+        decoder,
+        pass_through=prediction_layers(config, decoder.num_layers),
+        may_lack_pass_through=True,
+    )
+
+
+def rules(shape: Shape) -> Rules:
+    return decoder_rules(shape)

@@ -1,0 +1,1 @@
+"""Modules in the place of Megatron's self-attention, one per kind of mixer."""
