@@ -74,6 +74,13 @@ def quickstart(session: nox.Session) -> None:
 
 
 @nox.session
+def laptop(session: nox.Session) -> None:
+    """Make a real model of 135M parameters better with SFT and GRPO: `-- [--seed N]`."""
+    install(session, "cpu,dev")
+    session.run(sys.executable, "examples/laptop/run.py", *session.posargs, env=BYTECODE_FILES)
+
+
+@nox.session
 def tests(session: nox.Session) -> None:
     """Run all tests except the full tables."""
     run_tests(session, "-m", "not full", "--session-timeout=3600")

@@ -55,28 +55,7 @@ def test_all_documented_nox_sessions_exist() -> None:
     listed = subprocess.run(
         [sys.executable, "-m", "nox", "-l"], cwd=ROOT, capture_output=True, text=True, check=True
     ).stdout
-    sessions = set(re.findall(r"^[*-] (\w+)", listed, re.M))
-    assert mentioned <= sessions
-    assert sessions == {
-        "agent",
-        "chain",
-        "quickstart",
-        "fuzz",
-        "soak",
-        "oracles",
-        "tests",
-        "full",
-        "fast",
-        "lint",
-        "types",
-        "layers",
-        "docs",
-        "npu",
-        "browser",
-        "trackers",
-        "bench",
-        "learning",
-    }
+    assert mentioned <= set(re.findall(r"^[*-] (\w+)", listed, re.M))
 
 
 def test_every_tracker_that_is_an_extra_is_tested_in_its_own_environment() -> None:

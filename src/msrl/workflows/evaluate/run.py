@@ -55,7 +55,12 @@ from msrl.workflows.evaluate.checkpoints import (
     with_unique_labels,
 )
 from msrl.workflows.evaluate.results import Result, ResultFolder, result_table
-from msrl.workflows.rl.evaluation import eval_sampling, evaluation_metrics, judge
+from msrl.workflows.rl.evaluation import (
+    eval_sampling,
+    evaluation_metrics,
+    judge,
+    verdicts_by_tag,
+)
 from msrl.workflows.rl.setup import eval_prompts
 from msrl.workflows.rollout_log import RolloutLog
 from msrl.workflows.training.interrupts import EndAtOnce
@@ -399,7 +404,7 @@ def _evaluate(
         num_prompts=len(setup.prompts),
         num_samples=setup.sampling.num_samples,
         metrics=evaluation_metrics(scores, verdicts),
-        intervals=intervals(verdicts, setup.config.evaluate.confidence),
+        intervals=_all_intervals(scores, verdicts, setup.config.evaluate.confidence),
         seconds=round(time.perf_counter() - started, 3),
         samples=setup.results.samples_file(checkpoint.label),
         notes=scores.notes,
@@ -428,6 +433,18 @@ def _score_all(
             bar.advance(len(batch))
     scores.require_scores(where)
     return scores
+
+
+def _all_intervals(
+    scores: Scores, verdicts: Sequence[Sequence[bool] | None], confidence: float
+) -> dict[str, tuple[float, float]]:
+    """Return the confidence intervals over all prompts, and of pass@1 over those of each tag."""
+    found = dict(intervals(verdicts, confidence))
+    for tag, rows in verdicts_by_tag(scores.groups, verdicts).items():
+        own = intervals(rows, confidence)
+        if own:
+            found[f"pass@1/{tag}"] = own["pass@1"]
+    return found
 
 
 def intervals(

@@ -178,18 +178,23 @@ def _accuracies(verdicts: Sequence[Sequence[bool] | None]) -> dict[str, float]:
     return metrics
 
 
+def verdicts_by_tag(
+    groups: Sequence[ScoredGroup], verdicts: Sequence[Sequence[bool] | None]
+) -> dict[str, list[Sequence[bool] | None]]:
+    """Return the verdicts of the rows of each tag, by name; empty if there is only one tag."""
+    by_tag = defaultdict[str, list[Sequence[bool] | None]](list)
+    for group, verdict in zip(groups, verdicts, strict=True):
+        by_tag[group.rollout.prompt.extra.get(TAG, "untagged")].append(verdict)
+    return {tag: by_tag[tag] for tag in sorted(by_tag)} if len(by_tag) > 1 else {}
+
+
 def _accuracies_by_tag(
     groups: Sequence[ScoredGroup], verdicts: Sequence[Sequence[bool] | None]
 ) -> dict[str, float]:
     """Return pass@1 of the rows of each tag; empty if there is only one tag."""
-    by_tag = defaultdict[str, list[Sequence[bool] | None]](list)
-    for group, verdict in zip(groups, verdicts, strict=True):
-        by_tag[group.rollout.prompt.extra.get(TAG, "untagged")].append(verdict)
-    if len(by_tag) < 2:
-        return {}
-    metrics: dict[str, float] = {}
-    for tag in sorted(by_tag):
-        accuracies = _accuracies(by_tag[tag])
-        if "pass@1" in accuracies:
-            metrics[f"pass@1/{tag}"] = accuracies["pass@1"]
-    return metrics
+    by_tag = {tag: _accuracies(rows) for tag, rows in verdicts_by_tag(groups, verdicts).items()}
+    return {
+        f"pass@1/{tag}": accuracies["pass@1"]
+        for tag, accuracies in by_tag.items()
+        if "pass@1" in accuracies
+    }
