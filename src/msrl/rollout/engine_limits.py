@@ -71,6 +71,11 @@ def check_model(config: HfConfig, shape: Shape, platform: Platform) -> None:
         MsrlError: vLLM cannot serve this model.
     """
     _check_attention(config, shape, platform)
+    if any(rotary.query_growth for rotary in shape.rotaries):
+        raise MsrlError(
+            f"{config.where}: llama_4_scaling_beta: vLLM does not scale queries by position. "
+            f"{_NOT_GENERATED}"
+        )
     if platform.missing() is None:  # else the engine runs elsewhere, with another vLLM
         _check_architecture(config)
 

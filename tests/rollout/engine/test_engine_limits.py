@@ -61,6 +61,11 @@ def test_a_head_size_is_not_checked_where_the_engine_selects_its_kernel(tmp_path
     assert refusal(settings, "cuda") == refusal(settings, "npu") == ""
 
 
+def test_queries_that_grow_with_the_position_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(FAMILIES["ministral 3"].config))
+    assert_mentions(refusal(EngineSettings(tmp_path)), "llama_4_scaling_beta", "vLLM")
+
+
 def test_delta_networks_in_another_type_than_bfloat16_are_refused_on_cpu(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(FAMILIES["qwen3.5"].config))
     settings = EngineSettings(tmp_path)

@@ -68,7 +68,7 @@ def test_a_family_that_vllm_cannot_serve_is_refused(tmp_path: Path, name: str, r
 @pytest.mark.full
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "name", ["gemma 2", "gemma 3", "ministral 3", "mistral v0.1", "glm 4", "glm 4 remote code"]
+    "name", ["gemma 2", "gemma 3", "mistral v0.1", "glm 4", "glm 4 remote code"]
 )
 def test_the_engine_has_the_logprobs_of_the_reference(tmp_path: Path, name: str) -> None:
     folder, config = _save(tmp_path, name)
