@@ -47,6 +47,11 @@ _LAYERS = {
     "qwen3_next_spec": "qwen3-next",
 }
 
+_OTHER_NAMES = (
+    "the names of its tensors in MindSpeed's checkpoints are not read. Train it from its Hugging "
+    "Face folder with a configuration of msrl"
+)
+
 
 def refuse_model(translation: Translation, keys: Keys) -> None:
     """Refuse a command on a model without a family, with that error alone."""
@@ -55,7 +60,7 @@ def refuse_model(translation: Translation, keys: Keys) -> None:
         value = "" if entry is None or entry.value is None else str(as_list(entry.value)[0])
         model = _LAYERS.get(value.rpartition(".")[2], value)
         if entry is not None and model in _CONVERTED:
-            reason = UNSUPPORTED[_CONVERTED[model]]
+            reason = UNSUPPORTED.get(_CONVERTED[model], _OTHER_NAMES)
             translation.add_error(entry, f"not supported: the model {model}: {reason}")
             return translation.refuse_as_one()
     return None

@@ -33,7 +33,7 @@ _NOT_COMPARED = frozenset(
         "family",
         "max_position_embeddings",
         "may_lack_pass_through",
-        "moe.aux_loss_coef",  # of training; config classes have a default for it
+        "feed_forward.aux_loss_coef",  # of training; config classes have a default for it
         "pass_through",
         "tie_word_embeddings",
     }
@@ -164,13 +164,24 @@ def config_settings(values: Mapping[str, Any], shape: Shape) -> dict[str, Any]:
 
 
 def shape_settings(shape: Shape) -> dict[str, Any]:
-    """Return the values of a shape that change what its layers compute, by dotted name."""
+    """Return the values of a shape that change what its layers compute, by dotted name.
+
+    A setting of layers, such as mixer.num_heads, has one value if all layers have the same one,
+    otherwise a tuple with the value of each layer.
+    """
+    values = asdict(shape)
+    layers = [
+        {f"{part}.{name}": value for part in layer for name, value in layer[part].items()}
+        for layer in values.pop("layers")
+    ]
     settings: dict[str, Any] = {}
-    for name, value in asdict(shape).items():
-        if isinstance(value, dict):
-            settings |= {f"{name}.{key}": inner for key, inner in value.items()}
-        else:
-            settings[name] = value
+    for name, value in values.items():
+        inner = value if isinstance(value, dict) else None
+        settings |= {name: value} if inner is None else {f"{name}.{k}": v for k, v in inner.items()}
+    for name in dict.fromkeys(name for layer in layers for name in layer):
+        column = [layer.get(name) for layer in layers]
+        is_same = all(value == column[0] for value in column)
+        settings[name] = column[0] if is_same else tuple(column)
     return {name: value for name, value in settings.items() if name not in _NOT_COMPARED}
 
 
