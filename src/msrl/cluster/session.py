@@ -330,8 +330,8 @@ def ray_session(
     """Connect to the cluster at `address`, or start a local Ray if it is None.
 
     `num_devices` is the number of the local Ray. `env` are environment variables of every worker.
-    If the body fails for a reason that its message may not explain, the logs of a local Ray become
-    the folder `logs`.
+    If the body fails for a reason that its message may not explain, the logs of a local Ray are
+    copied to the folder `logs`.
 
     Raises:
         MsrlError: The cluster does not answer or refuses the token, or this machine is not one of
@@ -387,7 +387,7 @@ def _local(
 ) -> Iterator[tuple[Path, ray_loss.Finder]]:
     """Run a local Ray and remove it with its folder at the end.
 
-    If the body fails, the logs are moved to `logs`.
+    If the body fails for a reason that its message may not explain, the logs are copied to `logs`.
 
     Yields the folder inside it for the temporary files of Ray's processes, and the finder of its
     loss.
@@ -461,7 +461,7 @@ def _keep_logs(temp_dir: Path, logs: Path) -> None:
         logs.mkdir(mode=0o700)
         source = state.ray_dir(temp_dir) / "session_latest" / "logs"
         shutil.copytree(source, logs, dirs_exist_ok=True, copy_function=shutil.copyfile)
-        logs.chmod(0o700)
+        logs.chmod(0o700)  # copytree sets the permissions of the source
     except (OSError, shutil.Error) as error:
         _LOG.warning("Cannot keep the logs of Ray and of the workers in %s: %s", logs, error)
     else:

@@ -296,9 +296,8 @@ def make_temp_dir() -> Path:
 def make_owned_temp_dir() -> Path:
     """Create a private folder that belongs to this process.
 
-    If the process is killed, the next call removes the folder. Folders of other
-    users, machines and containers are left alone, since the state of their processes is not visible
-    here.
+    If the process is killed, the next call removes the folder. Folders of other users, machines and
+    containers are left alone, since the state of their processes is not visible here.
     """
     return temporary.claim(make_temp_dir())
 

@@ -169,19 +169,15 @@ def shape_settings(shape: Shape) -> dict[str, Any]:
     A setting of layers, such as mixer.num_heads, has one value if all layers have the same one,
     otherwise a tuple with the value of each layer.
     """
-    values = asdict(shape)
+    settings = asdict(shape)
     layers = [
         {f"{part}.{name}": value for part in layer for name, value in layer[part].items()}
-        for layer in values.pop("layers")
+        for layer in settings.pop("layers")
     ]
-    settings: dict[str, Any] = {}
-    for name, value in values.items():
-        inner = value if isinstance(value, dict) else None
-        settings |= {name: value} if inner is None else {f"{name}.{k}": v for k, v in inner.items()}
     for name in dict.fromkeys(name for layer in layers for name in layer):
-        column = [layer.get(name) for layer in layers]
-        is_same = all(value == column[0] for value in column)
-        settings[name] = column[0] if is_same else tuple(column)
+        values = [layer.get(name) for layer in layers]
+        is_same = all(value == values[0] for value in values)
+        settings[name] = values[0] if is_same else tuple(values)
     return {name: value for name, value in settings.items() if name not in _NOT_COMPARED}
 
 
