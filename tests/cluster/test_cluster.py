@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import json
 import os
@@ -24,6 +23,7 @@ from msrl.cluster.placement import Role, plan
 from msrl.errors import MsrlError
 from msrl.free_ports import free_port
 from support import HANG_S, assert_each_mentions, assert_mentions, mentions
+from training_runs import children
 
 pytestmark = pytest.mark.slow
 RESOURCE = "msrl_device"
@@ -387,8 +387,7 @@ def run():
 
 
 def test_a_local_ray_listens_on_loopback_only(run):
-    children = {process.pid for process in psutil.Process().children(recursive=True)}
-    hosts = listening_hosts(children)
+    hosts = listening_hosts(set(children(os.getpid())))
     assert hosts
     assert {host.removeprefix("::ffff:") for host in hosts} <= {"127.0.0.1", "::1"}
 
@@ -417,11 +416,7 @@ def test_a_local_ray_keeps_no_idle_workers(run):
     wait_all([worker.pid.remote()], timeout_s=HANG_S)
 
     def names() -> list[str]:
-        found: list[str] = []
-        for process in psutil.Process().children(recursive=True):
-            with contextlib.suppress(psutil.NoSuchProcess):  # or a zombie
-                found.append(" ".join(process.cmdline()))
-        return found
+        return list(children(os.getpid()).values())
 
     assert [name for name in names() if name.startswith("ray::ProbeActor")]
     wait_until(lambda: not [name for name in names() if name.startswith("ray::IDLE")])

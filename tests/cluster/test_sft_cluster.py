@@ -9,6 +9,7 @@ import signal
 import tempfile
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -176,9 +177,10 @@ def ranks_in(address: str) -> list[psutil.Process]:
     ranks = list[psutil.Process]()
     for process in psutil.process_iter(["cmdline"]):
         if "ray::TrainActor" in " ".join(process.info["cmdline"] or ()):
-            raylet = process.parent()
-            if raylet is not None and f"gcs-address={address}" in " ".join(raylet.cmdline()):
-                ranks.append(process)
+            with suppress(psutil.Error):  # it has ended
+                raylet = process.parent()
+                if raylet is not None and f"gcs-address={address}" in " ".join(raylet.cmdline()):
+                    ranks.append(process)
     return ranks
 
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import random
+import signal
 from collections.abc import Sequence
 from typing import Any
 
-import psutil
 import pytest
 
 from msrl.environments.base import Environment, EnvironmentSource, EpisodeFault, Opening, StepResult
@@ -17,6 +18,7 @@ from msrl.errors import MsrlError
 from msrl.rewards import sandbox
 from scripted_episodes import ENVIRONMENTS, Script
 from support import HANG_S, ROOT, assert_mentions, mentions
+from training_runs import children
 
 NEEDS_A_SANDBOX = {"python_tool"}
 SLOW = {"mcp", "endpoint"}  # their packages take seconds to import
@@ -63,8 +65,9 @@ def test_an_episode_whose_mcp_server_is_killed_is_lost():
     source = EnvironmentSource("mcp", options=script.options, timeout_s=HANG_S)
     with EnvironmentPool({"mcp": source}) as environments:
         environments.open("episode", dict(script.row)).result(HANG_S)
-        family = psutil.Process().children(recursive=True)
-        next(each for each in family if script.options["command"][-1] in each.cmdline()).kill()
+        server = script.options["command"][-1]
+        pid = next(pid for pid, line in children(os.getpid()).items() if server in line)
+        os.kill(pid, signal.SIGKILL)
         reply = environments.step("episode", script.answers[0]).result(HANG_S)
     assert isinstance(reply, EpisodeFault) and reply.reason == "lost"
 

@@ -2,6 +2,7 @@
 
 import functools
 import json
+import os
 
 import numpy as np
 import psutil
@@ -13,6 +14,7 @@ from msrl.rewards.sources import mistakes
 from msrl.types import Completion, Episode, Prompt, RolloutGroup
 from reward_groups import group, totals
 from support import assert_mentions, mentions, shared_data
+from training_runs import children
 
 pytestmark = pytest.mark.slow
 TEXTS = ("a short one", "and this is a rather longer one, with many more words in it", "x")
@@ -83,9 +85,9 @@ def test_a_model_scores_in_batches_as_one_by_one(folder):
 
 
 def newest_model_process() -> psutil.Process:
-    own = psutil.Process().children()
-    found = [each for each in own if "msrl.rewards.models.worker" in each.cmdline()]
-    return max(found, key=lambda process: process.create_time())
+    commands = children(os.getpid()).items()
+    found = [pid for pid, line in commands if "msrl.rewards.models.worker" in line]
+    return max(map(psutil.Process, found), key=lambda process: process.create_time())
 
 
 @pytest.mark.full

@@ -16,7 +16,6 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
-import psutil
 import pytest
 
 from msrl.errors import ManyErrors, MsrlError
@@ -27,6 +26,7 @@ from msrl.rewards.score import Scorer, Source
 from msrl.rewards.verifiers import code
 from reward_groups import group, totals
 from support import assert_mentions, mentions
+from training_runs import children
 
 SMALL = Limits(case_s=1.0, total_s=4.0, memory_bytes=96 << 20, processes=8)
 # For programs that must end by themselves, also on busy cores.
@@ -50,15 +50,9 @@ def adopts_orphans():
 
 def inside():
     """Return the ids of the processes of this process's sandboxes, including launchers."""
-    pids = []
-    for child in psutil.Process().children(recursive=True):
-        try:
-            command = " ".join(child.cmdline())
-        except psutil.Error:
-            continue
-        if "/sandbox/program.py" in command or "sandbox_init.py" in command:
-            pids.append(child.pid)
-    return pids
+    programs = ("/sandbox/program.py", "sandbox_init.py")
+    commands = children(os.getpid()).items()
+    return [pid for pid, command in commands if any(each in command for each in programs)]
 
 
 @needs_namespaces

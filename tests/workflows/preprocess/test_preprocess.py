@@ -34,7 +34,7 @@ from msrl.workflows.engine import choose_renderer
 from msrl.workflows.preprocess import make_job, needs_processes, run, tokenize_all
 from support import assert_mentions, mentions, shared_data
 from tiny_qwen2 import make_tokenizer
-from training_runs import Command
+from training_runs import Command, children
 
 
 def preprocess(prefix, **settings):
@@ -561,10 +561,7 @@ def test_ctrl_c_while_workers_start_prints_one_word(tmp_path):
         "preprocess", "--input", *inputs, *flags, "--output-prefix", prefix, log=tmp_path / "log"
     )
     command.when(
-        lambda: any(
-            "spawn_main" in " ".join(p.cmdline())
-            for p in psutil.Process(command.process.pid).children()
-        )
+        lambda: any("spawn_main" in line for line in children(command.process.pid).values())
     )
     time.sleep(0.5)  # they are importing
     os.killpg(command.process.pid, signal.SIGINT)
