@@ -4,6 +4,7 @@ Threads are limited before anything imports torch: on a small machine, spinning 
 ten times slower.
 """
 
+import gc
 import os
 import sys
 
@@ -18,6 +19,8 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 import guardian
 from support import ROOT, folders
 
+# Collecting allocates a million objects that live until the end, and few cycles.
+gc.disable()
 guardian.begin()
 sys.path[:0] = folders()
 sys.path.append(str(ROOT))  # for the package `benchmarks`
@@ -47,3 +50,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if hasattr(config, "workerinput"):  # a worker of pytest-xdist
         ranks = {f"test_{name}": rank for rank, name in enumerate(LONGEST)}
         items.sort(key=lambda item: ranks.get(item.path.stem, len(ranks)))
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()  # no later collection visits modules and collected tests
+    gc.enable()
+
+
+def pytest_unconfigure() -> None:
+    gc.unfreeze()  # some extension modules report objects that are never freed

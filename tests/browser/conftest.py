@@ -36,8 +36,9 @@ def missing() -> str | None:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if reason := missing():
+        own = f"{HERE}{os.sep}"
         for item in items:
-            if HERE in item.path.parents:
+            if str(item.path).startswith(own):
                 item.add_marker(pytest.mark.skip(reason=reason))
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -55,14 +56,16 @@ def texts() -> Iterator[tuple[str, str]]:
                 yield str(path.relative_to(PACKAGE)), node.value  # pyright: ignore
 
 
-TEXTS = [(file, text) for file, text in texts() if _OPTION.search(text)]
+@cache
+def texts_with_options() -> list[tuple[str, str]]:
+    return [(file, text) for file, text in texts() if _OPTION.search(text)]
 
 
 def test_every_option_in_a_message_exists() -> None:
-    assert len(TEXTS) > 100
+    assert len(texts_with_options()) > 100
     unknown = [
         (file, match[1])
-        for file, text in TEXTS
+        for file, text in texts_with_options()
         for match in _OPTION.finditer(text)
         if match[1] not in OPTIONS and not file.startswith(("cli/", *OTHER_PROGRAMS))
     ]
@@ -71,7 +74,7 @@ def test_every_option_in_a_message_exists() -> None:
 
 def test_a_command_in_a_message_has_the_options_that_follow_it() -> None:
     wrong: list[tuple[str, str]] = []
-    for file, text in TEXTS:
+    for file, text in texts_with_options():
         for command in re.finditer(r"msrl ((?:[a-z0-9-]+ )+)((?:(?!msrl )[^`.;])*)", text):
             words = command[1].split()
             names = [name for name in COMMANDS if words[: len(name.split())] == name.split()]
@@ -84,7 +87,7 @@ def test_a_command_in_a_message_has_the_options_that_follow_it() -> None:
 def test_no_message_names_an_option_that_its_command_does_not_have() -> None:
     """Whichever command raises it: the option becomes a key, or is named with its command."""
     valid = set(keys())
-    for file, text in TEXTS:
+    for file, text in texts_with_options():
         for own, options in COMMANDS.items():
             shown = with_own_options(text, own, COMMANDS)
             for match in _OPTION.finditer(shown):

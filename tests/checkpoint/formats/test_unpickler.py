@@ -337,7 +337,8 @@ SHAPES = {
         pickle.EMPTY_LIST
         + pickle.MARK
         + b"".join(  # -1 and -2 have the same hash
-            pickled_tuple(*map(number, values)) for values in itertools.product((-1, -2), repeat=14)
+            pickled_tuple(*members)
+            for members in itertools.product((number(-1), number(-2)), repeat=14)
         )
         + pickle.APPENDS,
     ),

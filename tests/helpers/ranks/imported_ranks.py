@@ -8,6 +8,7 @@ Commands that tests start (`training_runs.Command`) import for themselves.
 
 from __future__ import annotations
 
+import gc
 import os
 import pickle
 import select
@@ -111,6 +112,7 @@ def main() -> None:
     type(platform).prepare = lambda self: None  # the forks are prepared
     import msrl.trainer.rank  # noqa: F401
 
+    gc.freeze()  # collections of the forks do not visit modules
     path = sys.path[:]
     woken, wake = os.pipe()
     os.set_blocking(wake, False)
