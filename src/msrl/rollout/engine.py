@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Protocol
@@ -128,10 +128,16 @@ class Engine(Protocol):
     max_model_len: int
 
     def generate(
-        self, prompts: Sequence[Prompt], sampling: SamplingParams, policy_version: int
+        self,
+        prompts: Sequence[Prompt],
+        sampling: SamplingParams,
+        policy_version: int,
+        *,
+        on_finished: Callable[[int], object] | None = None,
     ) -> tuple[RolloutGroup, ...]:
         """Return one group per prompt, in order.
 
+        `on_finished` is called with numbers of completions as they finish, for a progress display.
         With a seed, a completion depends only on its prompt's index, its number in the group and
         `policy_version`, not on the other prompts. A completion that reaches the model's maximum
         length has the finish reason `length`.

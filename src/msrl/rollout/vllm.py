@@ -14,7 +14,7 @@ import os
 import sys
 import tempfile
 import warnings
-from collections.abc import Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
 from pathlib import Path
@@ -43,6 +43,7 @@ from msrl.rollout.engine import (
 from msrl.rollout.engine_arguments import engine_arguments
 from msrl.rollout.engine_limits import check_limits, model_length
 from msrl.rollout.routed_requests import RoutedRequests
+from msrl.rollout.runtime.finished_requests import progress_class
 from msrl.rollout.sleep import EngineMemory
 from msrl.rollout.vllm_routes import ROUTES_KEY
 from msrl.rollout.vllm_weights import send_to_workers
@@ -134,7 +135,12 @@ class VllmEngine:
             raise
 
     def generate(
-        self, prompts: Sequence[Prompt], sampling: SamplingParams, policy_version: int
+        self,
+        prompts: Sequence[Prompt],
+        sampling: SamplingParams,
+        policy_version: int,
+        *,
+        on_finished: Callable[[int], object] | None = None,
     ) -> tuple[RolloutGroup, ...]:
         self._memory.check_ready()
         for prompt in prompts:
@@ -147,13 +153,9 @@ class VllmEngine:
             self._params(prompt, sampling, seed, key)
             for prompt, seed, key in zip(copies, seeds, keys, strict=True)
         ]
-        outputs = (
-            self._llm.generate(
-                [_as_input(prompt.token_ids) for prompt in copies], params, use_tqdm=False
-            )
-            if copies
-            else []
-        )
+        bar = on_finished is not None and progress_class(on_finished)
+        inputs = [_as_input(prompt.token_ids) for prompt in copies]
+        outputs = self._llm.generate(inputs, params, use_tqdm=bar) if copies else []
         results = [self._completion(output.outputs[0], policy_version) for output in outputs]
         if sampling.with_routes:
             results = self._routed.add_routes(copies, results, keys)

@@ -194,6 +194,19 @@ def test_the_same_seed_gives_the_same_completions_in_any_batch(engine):
     ]
 
 
+def test_finished_completions_are_reported_while_others_are_generated(engine):
+    reports, are_left = [], []
+
+    def report(count: int) -> None:
+        reports.append(count)
+        are_left.append(engine._llm.llm_engine.has_unfinished_requests())
+
+    sampling = SamplingParams(max_tokens=4, num_samples=2, ignore_eos=True)
+    groups = engine.generate(prompts(*[9] * 20), sampling, 0, on_finished=report)
+    assert sum(reports) == sum(len(group.completions) for group in groups) == 40
+    assert are_left[0] and not are_left[-1]
+
+
 def test_seeded_prompts_that_do_not_fit_one_step_of_the_engine_are_all_completed(engine):
     batch = prompts(*[230] * 12)
     sampling = SamplingParams(max_tokens=6, seed=1, ignore_eos=True)

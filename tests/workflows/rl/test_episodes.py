@@ -313,7 +313,10 @@ def test_turns_of_episodes_in_lockstep_start_in_the_order_of_the_requests(
     replies = threading.Thread(target=release_backwards)
     replies.start()
     prompt = Prompt(0, np.arange(40, 50))
-    loop.complete([GroupRequest("a", prompt, SAMPLING, (1, 2))], in_lockstep=True)
+    reports = list[int]()
+    request = GroupRequest("a", prompt, SAMPLING, (1, 2))
+    loop.complete([request], in_lockstep=True, on_finished=reports.append)
+    assert reports == [1, 1]
     replies.join(10)
     assert [name for name, *_ in policy.requests] == ["a/0", "a/1"] * 3
 

@@ -204,6 +204,7 @@ class EngineLoop:
         # Of the thread:
         self._groups: dict[str, _Group] = {}
         self._active: set[str] = set()  # requests that the engine has
+        self._on_finished: Callable[[int], object] | None = None
         if episodes is not None:
             episodes.wake = self._wake
         self._thread = threading.Thread(target=self._run, name="engine-loop", daemon=True)
@@ -240,14 +241,21 @@ class EngineLoop:
         self._condition.notify_all()
 
     def complete(
-        self, requests: Sequence[GroupRequest], *, in_lockstep: bool = False
+        self,
+        requests: Sequence[GroupRequest],
+        *,
+        in_lockstep: bool = False,
+        on_finished: Callable[[int], object] | None = None,
     ) -> dict[str, RolloutGroup]:
         """Finish these groups in this thread and return them by key; `start` is not called.
+
+        `on_finished` is called with the number 1 after each sample.
 
         With `in_lockstep`, the turns of all episodes start together, in the order of the requests,
         so that no step depends on the times at which environments reply.
         """
         self._keys.update(request.key for request in requests)
+        self._on_finished = on_finished
         try:
             for request in requests:
                 self._admit(request)
@@ -484,7 +492,9 @@ class EngineLoop:
             self._emit(new.request)
 
     def _emit(self, name: str) -> None:
-        """Emit the group of a sample if all of its samples are finished."""
+        """Report a finished sample, and emit its group if all of its samples are finished."""
+        if self._on_finished is not None:
+            self._on_finished(1)
         key = name.rpartition("/")[0]
         group = self._groups[key]
         completions = [sample.completion for sample in group.samples]

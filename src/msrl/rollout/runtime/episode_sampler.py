@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from msrl.environments.pool import EnvironmentPool
@@ -41,14 +41,24 @@ class EpisodeSampler:
         )
 
     def generate(
-        self, prompts: Sequence[Prompt], sampling: SamplingParams, policy_version: int
+        self,
+        prompts: Sequence[Prompt],
+        sampling: SamplingParams,
+        policy_version: int,
+        *,
+        on_finished: Callable[[int], object] | None = None,
     ) -> tuple[RolloutGroup, ...]:
-        """Return a group of episodes per prompt, in order."""
+        """Return a group of episodes per prompt, in order.
+
+        `on_finished` is called with numbers of episodes as they finish.
+        """
         loop = EngineLoop(self._engine, policy_version, episodes=self.runner())
         seeds, count = sample_seeds(prompts, sampling, policy_version), sampling.num_samples
         requests = [
             GroupRequest(str(n), prompt, sampling, tuple(seeds[n * count : (n + 1) * count]))
             for n, prompt in enumerate(prompts)
         ]
-        groups = loop.complete(requests, in_lockstep=self._settings.in_lockstep)
+        groups = loop.complete(
+            requests, in_lockstep=self._settings.in_lockstep, on_finished=on_finished
+        )
         return tuple(groups[request.key] for request in requests)

@@ -132,8 +132,7 @@ def compare(target: Target, trainers: TrainerGroup, engine: VllmEngine) -> Evide
         bar.advance()
     with progress("sampling", total=len(target.prompts), unit="sequences") as bar:
         cache = _cache_probe(engine, probes) if has_cache else None
-        samples = _sample(target, engine)
-        bar.advance(len(samples.token_ids))
+        samples = _sample(target, engine, bar.advance)
     expected = reference.score(
         target.source,
         target.plan.dtype,
@@ -222,7 +221,9 @@ def _cache_probe(engine: VllmEngine, probes: Sequence[Prompt]) -> CacheProbe:
     return CacheProbe(np.concatenate(samples.logprobs), recomputed)
 
 
-def _sample(target: Target, engine: VllmEngine) -> SampledTokens:
+def _sample(
+    target: Target, engine: VllmEngine, on_finished: Callable[[int], object]
+) -> SampledTokens:
     """Sample a response to each prompt that leaves room for one."""
     limit = target.max_model_len - 1
     short = [prompt for prompt in target.prompts if len(prompt.token_ids) < limit]
@@ -233,7 +234,8 @@ def _sample(target: Target, engine: VllmEngine) -> SampledTokens:
         )
     longest = max(len(prompt.token_ids) for prompt in short)
     sampling = replace(target.sampling, max_tokens=min(target.sampling.max_tokens, limit - longest))
-    return _as_samples(engine.generate(short, sampling, target.version))
+    groups = engine.generate(short, sampling, target.version, on_finished=on_finished)
+    return _as_samples(groups)
 
 
 def _as_samples(groups: Sequence[Any]) -> SampledTokens:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -306,9 +306,14 @@ class ResponseSource(Protocol):
     """Source of responses: an engine, or episodes with one."""
 
     def generate(
-        self, prompts: Sequence[Prompt], sampling: SamplingParams, policy_version: int
+        self,
+        prompts: Sequence[Prompt],
+        sampling: SamplingParams,
+        policy_version: int,
+        *,
+        on_finished: Callable[[int], object] | None = None,
     ) -> tuple[RolloutGroup, ...]:
-        """Return a group of responses per prompt, in order."""
+        """Return a group of responses per prompt, in order; report responses as they finish."""
         ...
 
 
@@ -423,14 +428,14 @@ def _score_all(
     """
     scores, where = Scores((), {}, ()), f"the evaluation of {checkpoint.label}"
     size = max(1, _BATCH // setup.sampling.num_samples)
-    title, total = f"evaluating {checkpoint.label}", len(setup.prompts)
-    with progress(title, total=total, unit="prompts") as bar:
-        for first in range(0, total, size):
+    title, sampling = f"evaluating {checkpoint.label}", setup.sampling
+    total = len(setup.prompts) * sampling.num_samples
+    with progress(title, total=total, unit="responses") as bar:
+        for first in range(0, len(setup.prompts), size):
             batch = setup.prompts[first : first + size]
-            groups = sampler.generate(batch, setup.sampling, checkpoint.version)
+            groups = sampler.generate(batch, sampling, checkpoint.version, on_finished=bar.advance)
             scores = scores.plus(scorer.score(groups))
             scores.require_scores(where, only_stopped=True)
-            bar.advance(len(batch))
     scores.require_scores(where)
     return scores
 

@@ -348,16 +348,17 @@ def _generate(
     prompts, requests = setup.prompts, setup.requests
     num_prompts = max(1, _BATCH // sampling.num_samples)
     started, done = time.perf_counter(), list[RolloutGroup]()
-    with progress("generating", total=len(prompts), unit="prompts") as bar:
+    total = len(prompts) * sampling.num_samples
+    with progress("generating", total=total, unit="completions") as bar:
         for first in range(0, len(prompts), num_prompts):
-            groups = sampler.generate(prompts[first : first + num_prompts], sampling, 0)
+            batch = prompts[first : first + num_prompts]
+            groups = sampler.generate(batch, sampling, 0, on_finished=bar.advance)
             texts = [
                 format_completions(requests[group.prompt.index], group.completions)
                 for group in groups
             ]
             write("".join(texts))
             done += groups
-            bar.advance(len(groups))
     _print_summary(done, time.perf_counter() - started)
 
 
