@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import errno
+import io
 import json
 import re
 import sys
+import time
 import traceback
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,7 @@ import pytest
 
 from msrl.cli.configuration import load_configuration as load
 from msrl.errors import MsrlError, ProcessFailedError, RunFailedError
+from msrl.tracking import status_line
 from msrl.tracking.metrics import MetricsWriter
 from msrl.tracking.run import RunFolder
 from msrl.types import StepReport
@@ -145,6 +148,52 @@ def test_the_log_has_all_printed_lines_with_their_time(tmp_path: Path):
     assert all(re.match(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ ", line) for line in text.splitlines())
     assert_mentions(text, "starting", "step 1/3", "ab\\x07c", "ZeroDivisionError", "Traceback")
     assert "a bar" not in text
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def _wait_for(stream: io.StringIO, text: str) -> None:
+    deadline = time.monotonic() + 60
+    while text not in stream.getvalue():
+        assert time.monotonic() < deadline, f"no {text!r} in 60 s"
+        time.sleep(0.01)
+
+
+def test_a_terminal_shows_the_stage_of_a_step_until_something_is_printed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stderr", terminal)
+    monkeypatch.setattr(status_line, "INTERVAL_S", 0.01)
+    with _open(tmp_path) as log:
+        log.show_stage(1, "rollout")
+        _wait_for(terminal, "step 1/3: rollout, ")
+        log.note("a note")
+        log.show_stage(1, "update")
+        _wait_for(terminal, "step 1/3: update, ")
+        log.show_stage(0)
+    erase = "\r\x1b[2K"
+    before, _, after = terminal.getvalue().partition("a note\n")
+    assert before.endswith(erase) and terminal.getvalue().endswith(erase)
+    assert "rollout" in before and "rollout" not in after
+    assert "rollout" not in (tmp_path / "full" / "log.txt").read_text()
+
+
+def test_a_long_stage_has_a_line_where_there_is_no_terminal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    output = io.StringIO()
+    monkeypatch.setattr(sys, "stderr", output)
+    monkeypatch.setattr(status_line, "INTERVAL_S", 0.01)
+    monkeypatch.setattr(status_line, "SILENCE_S", 0.05)
+    with _open(tmp_path) as log:
+        log.show_stage(2, "rollout")
+        _wait_for(output, "step 2/3: rollout, ")
+    assert "\x1b" not in output.getvalue()
+    assert "step 2/3: rollout, " in (tmp_path / "full" / "log.txt").read_text()
 
 
 def test_a_run_without_its_results_gets_them_from_the_report_command(

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import IO
 
 from msrl.limits import printable
+from msrl.tracking.status_line import StatusLine
 
 FILE_NAME = "log.txt"
 SAVED = "Saved checkpoint of step {step} to {folder}"  # line that msrl view finds in the log
@@ -39,11 +40,12 @@ class LogFile:
 class _LoggedStream:
     """Text stream whose complete lines are also written to a log file."""
 
-    def __init__(self, stream: IO[str], log: LogFile) -> None:
-        self._stream, self._log, self._line = stream, log, ""
+    def __init__(self, stream: IO[str], log: LogFile, status: StatusLine) -> None:
+        self._stream, self._log, self._status, self._line = stream, log, status, ""
 
     def write(self, text: str) -> int:
-        count = self._stream.write(text)
+        with self._status.hidden(text):
+            count = self._stream.write(text)
         *lines, self._line = (self._line + text).split("\n")
         for line in lines:
             if "\x1b" not in line:  # a progress bar, which is drawn again and again
@@ -55,11 +57,15 @@ class _LoggedStream:
 
 
 @contextlib.contextmanager
-def logged_output(log: LogFile) -> Generator[None, None, None]:
-    """Write all lines of standard output and standard error to a log file too."""
-    before = sys.stdout, sys.stderr
-    sys.stdout, sys.stderr = (_LoggedStream(stream, log) for stream in before)  # pyright: ignore[reportAttributeAccessIssue]
+def logged_output(log: LogFile) -> Generator[StatusLine, None, None]:
+    """Write all lines of standard output and standard error to a log file too.
+
+    Yields the status line below them.
+    """
+    before, status = (sys.stdout, sys.stderr), StatusLine(sys.stderr)
+    sys.stdout, sys.stderr = (_LoggedStream(stream, log, status) for stream in before)  # pyright: ignore[reportAttributeAccessIssue]
     try:
-        yield
+        with status:
+            yield status
     finally:
         sys.stdout, sys.stderr = before

@@ -95,7 +95,7 @@ def _train(
     with session.training(workers.trainers, evaluator), rollouts.running():
         session.evaluate_at_start()
         for step in session.steps():
-            clock = Clock()
+            clock = Clock(session.show_stage)
             batch = rollouts.take(step, clock)
             rollouts.begin_update(clock)
             prepared = updater.prepare(batch.train_groups, clock, batch.dropped_groups)

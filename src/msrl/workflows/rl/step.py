@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
 from msrl.algorithms.rollout_arrays import group_arrays
@@ -16,13 +16,16 @@ from msrl.workflows.episodes.metrics import episode_metrics
 class Clock:
     """Seconds per stage of a step, and the time at which each stage last ended (since 1970)."""
 
-    def __init__(self) -> None:
+    def __init__(self, on_stage: Callable[[str], object] = lambda _: None) -> None:
+        """Start at zero; `on_stage` is called with the name of a stage when it begins."""
+        self._on_stage = on_stage
         self.seconds: dict[str, float] = defaultdict(float)
         self.ended_at: dict[str, float] = {}
 
     @contextmanager
     def __call__(self, stage: str) -> Iterator[None]:
         """Add the time in this context to a stage."""
+        self._on_stage(stage)
         start = time.perf_counter()
         try:
             yield

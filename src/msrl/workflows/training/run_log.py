@@ -167,6 +167,11 @@ class RunLog:
         """Print a line on standard error, without secrets of the configuration."""
         print(printable(redacted(text, self._config)), file=sys.stderr, flush=True)
 
+    def show_stage(self, step: int, stage: str = "") -> None:
+        """Show the running step and its stage until the next call; step 0 shows nothing."""
+        stages = f": {stage}" if stage else ""
+        self._status.show(f"step {step}/{self._num_steps}{stages}" if step else "")
+
     def log(self, report: StepReport) -> None:
         """Log the report of a step. Raises MsrlError if it cannot be written."""
         if report.notes:
@@ -210,7 +215,7 @@ class RunLog:
             ) from error
 
     def __enter__(self) -> RunLog:
-        self._stack.enter_context(logged_output(self._log_file))
+        self._status = self._stack.enter_context(logged_output(self._log_file))
         self._stack.enter_context(described_by(self._describe_loss))
         return self
 

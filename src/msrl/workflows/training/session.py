@@ -143,6 +143,10 @@ class TrainingSession:
         self.note(f"Continuing from {where}")
         return saved
 
+    def show_stage(self, stage: str) -> None:
+        """Show the stage of the running step, until its line is printed."""
+        self._log.show_stage(self._step + 1, stage)
+
     def steps(self) -> Iterator[int]:
         """Yield the remaining steps, counted from 0, until the run ends.
 
@@ -154,7 +158,9 @@ class TrainingSession:
             if is_profiled:
                 folder = self.run_dir / "profile" / f"step_{step + 1:06d}"
                 self._trainers.begin_profile(folder, profile.ranks)
+            self.show_stage("")
             yield step
+            self._log.show_stage(0)
             if is_profiled:
                 self._trainers.end_profile()
             if self._is_over:
@@ -167,6 +173,7 @@ class TrainingSession:
         """
         is_new = self._start_step == 0 and not self._log.has_reports
         if self._config.eval.at_start and is_new and self._evaluator is not None:
+            self.show_stage("eval")
             self._log.log(self._evaluator.evaluate(StepReport(0, {})))
 
     def after_step(self, report: StepReport) -> bool:
@@ -174,12 +181,14 @@ class TrainingSession:
         self._step, is_best = report.step, False
         self.restarts.complete_step(report.step)
         if self._evaluator is not None and self._evaluator.is_due(report.step):
+            self._log.show_stage(report.step, "eval")
             report = self._evaluator.evaluate(report)
             value, is_loss = self._evaluator.value(report), self._evaluator.is_loss
             self._best = Best.after(self._best, report.step, value, is_loss=is_loss)
             is_best = self._best.step == report.step
             self._stop_early(self._best)
         self._log.log(report)
+        self._log.show_stage(0)
         self._poll_save()
         is_stopped = self._interrupts.asked or self._early_stop is not None
         self._is_over = is_stopped or report.step == self._num_steps
@@ -189,6 +198,7 @@ class TrainingSession:
 
     def save(self, state: Mapping[str, Any]) -> None:
         """Save a checkpoint of the last step. `state` is the workflow's state."""
+        self._log.show_stage(self._step, "checkpoint")
         extra = {**state, **best_state(self._best)}
         retained = retention(self._config, self._best)
         self._add_saved(self._trainers.save(self._step, extra, retained))
