@@ -786,6 +786,9 @@ def test_tests_that_exit_or_run_nothing_are_not_passed(ending):
     assert code.score(fence(ADD), f"assert add(1, 2) == 3\n{ending}") == 0.0
 
 
+EXPECTS_E = "try:\n    f(-1)\n    assert not 'refused'\nexcept E:\n    pass\nassert f"
+
+
 @needs_namespaces
 @pytest.mark.parametrize(
     ("program", "test"),
@@ -825,6 +828,9 @@ def test_tests_that_exit_or_run_nothing_are_not_passed(ending):
         ),
         ("__builtins__ = {}\ndef f(x): return 7", "assert f(1) == 8"),
         ("class E(AssertionError): pass\ndef f(x): raise E()", "assert f(1) == 8"),
+        ("E = AssertionError\ndef f(x): return 1", EXPECTS_E),
+        ("E = Exception\ndef f(x): return 1", EXPECTS_E),
+        ("class E(Exception): pass\nE.__name__ = 'AssertionError'\ndef f(x): return 1", EXPECTS_E),
     ],
 )
 def test_a_program_cannot_change_what_its_tests_mean(program, test):
@@ -850,6 +856,8 @@ def test_a_program_cannot_change_what_its_tests_mean(program, test):
             "try:\n    f()\nexcept TooLow as e:\n    assert e.by == 3 and str(e) == 'by 3'\n"
             "else:\n    raise SystemExit",
         ),
+        ("E = AssertionError\ndef f(x): raise E", EXPECTS_E),
+        ("E = Exception\ndef f(x): raise ValueError", EXPECTS_E),
         ("def f(n):\n    for i in range(n): yield i", "assert list(f(3)) == [0, 1, 2]\n"
          "g = f(2)\nassert next(g) == 0 and next(g) == 1\nassert next(g, 7) == 7"),
         ("def f(g, xs): return [g(x) for x in xs]", "assert f(lambda x: x * 2, [1, 2]) == [2, 4]\n"

@@ -471,11 +471,15 @@ class Tester(Peer):
         return remote
 
     def _add_error(self, name: str, bases: list[str]) -> type[Exception]:
-        """Return a class for an exception class of the program."""
+        """Return a class for an exception class of the program.
+
+        It never catches a failed assertion of the tests, also as another name of AssertionError.
+        """
         known = getattr(builtins, bases[0], None)
-        if isinstance(known, type) and issubclass(known, Exception):
+        is_builtin = isinstance(known, type) and issubclass(known, Exception)
+        if is_builtin and not issubclass(AssertionError, known):
             return known
-        parent: Any = self.error_class(bases[1:], "")
+        parent: Any = Exception if is_builtin else self.error_class(bases[1:], "")
         self._errors[bases[0]] = type(name, (parent,), {})
         return self._errors[bases[0]]
 
