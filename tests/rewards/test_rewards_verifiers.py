@@ -399,6 +399,13 @@ def test_an_invalid_option_is_refused(name, options, fragments):
             '{"func_name": "validate_word_constraint", "N": 3, "quantifier": "more"}',
             ("quantifier='more'",),
         ),
+        (
+            '{"func_name": "validate_word_constraint", "N": %s, "quantifier": "around"}'
+            % ("9" * 400),
+            ("N", "too large"),
+        ),
+        ('{"func_name": ["validate_title"]}', ("unknown",)),
+        ("[" * 100_000, ("JSON",)),
     ],
 )
 def test_an_instruction_that_no_text_rule_can_check_is_refused(truth, fragments):

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -47,18 +48,20 @@ def answer_refusal(answer: str, *, counts_all_words: bool = False) -> str | None
     """Return the reason why a ground truth is no constraint that can be checked, or None."""
     try:
         arguments = json.loads(answer)
-    except ValueError:
+    except (ValueError, RecursionError):
         arguments = None
     if not isinstance(arguments, dict):
         return f"is not a JSON object with func_name: {answer.strip()[:60]!r}"
     name = arguments.get("func_name")
     if name == "validate_response_language":
         return "func_name=validate_response_language: needs a language detector, not a text rule"
-    if name not in CONSTRAINTS:
-        return f"func_name={name}: unknown constraint; known: {', '.join(sorted(CONSTRAINTS))}"
+    if not isinstance(name, str) or name not in CONSTRAINTS:
+        known = ", ".join(sorted(CONSTRAINTS))
+        return f"func_name={str(name)[:60]}: unknown constraint; known: {known}"
     for key in CONSTRAINTS[name].arguments:
         if not _KINDS[key](arguments.get(key)):
-            return f"func_name={name}: {key}={arguments.get(key)!r} is missing or of a wrong type"
+            value = repr(arguments.get(key))[:60]
+            return f"func_name={name}: {key}={value} is missing, too large or of a wrong type"
     return None
 
 
@@ -142,7 +145,8 @@ def _texts(value: str | list[str]) -> list[str]:
 
 
 def _is_count(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
+    is_integer = isinstance(value, int) and not isinstance(value, bool)
+    return is_integer and abs(value) <= sys.maxsize  # the longest text
 
 
 def _is_text(value: object) -> bool:
