@@ -14,7 +14,7 @@ from msrl.data.manifest import all_paths, existing_prefixes, has_data
 from msrl.errors import MsrlError
 from msrl.models.paths import is_hf, is_mcore
 
-_MAX_PREFIXES = 6  # in a message
+_MAX_NAMES = 6  # in a message
 
 
 def names_rows(name: str) -> bool:
@@ -93,22 +93,29 @@ def _owner(path: Path) -> str | None:
 
 def _absence(path: Path, name: str) -> str:
     """Return the mistake of a name that nothing has, with the nearest names that exist."""
-    prefixes = existing_prefixes(path.parent)
+    folders = [path.parent, *filter(Path.is_dir, path.parent.glob("[!.]*"))]
+    prefixes = [prefix for folder in folders for prefix in existing_prefixes(folder)]
     files = [str(file) for file in path.parent.glob("*") if is_data_file(file)]
-    names = {Path(known).name: known for known in [*files, *prefixes]}
-    close = get_close_matches(path.name, names, n=1)
+    names = {_stem(known): known for known in [*files, *prefixes]}
+    close = get_close_matches(_stem(name), names, n=1)
+    hint = "" if path.is_absolute() else f". Relative paths start in {Path.cwd()}."
     if close:
         hint = f"; did you mean {names[close[0]]}?"
     elif prefixes:
-        hint = f". Prefixes in this folder: {_names(prefixes)}"
-    else:
-        hint = "" if path.is_absolute() else f". Relative paths start in {Path.cwd()}."
+        hint = f". Existing prefixes: {_names(prefixes)}"
+    elif files:
+        hint = f". Files of rows in this folder: {_names(sorted(files))}"
     return (
         f"no preprocessed data with this prefix ({name}_*.idx), which `msrl preprocess` writes, "
         f"and no file, folder or glob of rows{hint}"
     )
 
 
-def _names(prefixes: list[str]) -> str:
-    more = ", ..." if len(prefixes) > _MAX_PREFIXES else ""
-    return ", ".join(prefixes[:_MAX_PREFIXES]) + more
+def _stem(name: str) -> str:
+    """Return the name of a file or prefix without its folder and suffixes."""
+    return Path(name).name.partition(".")[0]
+
+
+def _names(names: list[str]) -> str:
+    more = ", ..." if len(names) > _MAX_NAMES else ""
+    return ", ".join(names[:_MAX_NAMES]) + more
