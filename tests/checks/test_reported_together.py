@@ -1,4 +1,4 @@
-"""Paths that do not exist are reported together with values that the schema refuses."""
+"""What checks refuse is reported together with values that the schema refuses."""
 
 from __future__ import annotations
 
@@ -71,3 +71,26 @@ def test_a_value_that_is_left_out_causes_no_further_error(
     )
     assert msrl("train-grpo", "-c", "grpo.yaml") == 2
     assert "no effect" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("text", "is_reported"),
+    [
+        ("train: {steps: ten}", True),
+        ("log: {foo: 1}", True),
+        ("algo: {advantage: {estimator: gaee}}", False),
+        ("algo: {foo: 1}", False),  # it may be a misspelled key
+        ("train: {steps: '${gone}'}", False),
+    ],
+)
+def test_checks_between_keys_are_reported_unless_they_read_an_invalid_value(
+    text: str,
+    is_reported: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "grpo.yaml").write_text(f"{text}\nrollout: {{samples_per_prompt: 1}}\n")
+    assert msrl("train-grpo", "-c", "grpo.yaml") == 2
+    assert ("samples_per_prompt=1" in capsys.readouterr().err) is is_reported

@@ -5,7 +5,9 @@ Each check is a generator of lines. All of them run, so that one pass reports ev
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 from msrl.checks.algorithm import check_aggregate, check_algorithm, check_sft_aggregate
@@ -60,6 +62,7 @@ from msrl.checks.training import (
 from msrl.config.facts import key_facts
 from msrl.config.loader import Resolved
 from msrl.config.secrets import redacted
+from msrl.config.unknown import UnknownValueError
 from msrl.errors import ManyErrors, MsrlError
 from msrl.plan.run_plan import RunPlan, resolve
 
@@ -83,11 +86,41 @@ def find_errors(resolved: Resolved, plan: RunPlan) -> list[str]:
     own = list(check_own_plugins(resolved, plan.command))
     if own:  # other checks read the declarations of these files
         return own
-    lines = [line for run_check in CHECKS.get(plan.command, ()) for line in run_check(resolved)]
-    lines += check_effects(resolved, plan.command)
-    for plan_check in PLAN_CHECKS.get(plan.command, ()):
-        lines += plan_check(resolved, plan)
+    checks = _all_checks(resolved, plan.command, plan)
+    lines = [line for run_check in checks for line in run_check()]
     return list(dict.fromkeys(redacted(line, resolved.config) for line in lines))
+
+
+def _all_checks(
+    resolved: Resolved, command: str, plan: RunPlan | None
+) -> Iterator[Callable[[], Iterable[str]]]:
+    """Yield the checks of a command; those of the plan only with a plan."""
+    for run_check in CHECKS.get(command, ()):
+        yield partial(run_check, resolved)
+    yield partial(check_effects, resolved, command)
+    for plan_check in PLAN_CHECKS.get(command, ()) if plan else ():
+        yield partial(plan_check, resolved, plan)
+
+
+def find_known_errors(resolved: Resolved, command: str) -> list[str]:
+    """Return the errors of a configuration that do not depend on its unknown values."""
+    lines, plan = list[str](), None
+    try:
+        with suppress(*_UNKNOWN):
+            plan = resolve(resolved.config, command)
+        with suppress(*_UNKNOWN):
+            if own := list(check_own_plugins(resolved, command)):
+                return own
+    except MsrlError as error:
+        return [str(error)]
+    for run_check in _all_checks(resolved, command, plan):
+        with suppress(*_UNKNOWN):
+            lines.extend(run_check())
+    return list(dict.fromkeys(redacted(line, resolved.config) for line in lines))
+
+
+# What a check raises when it reads an unknown value, also in C code, which asks for its type.
+_UNKNOWN = (UnknownValueError, TypeError)
 
 
 def find_missing_paths(resolved: Resolved, command: str) -> list[str]:

@@ -26,7 +26,7 @@ from msrl.strict_json import loads
 
 if TYPE_CHECKING:
     from msrl.config.hub_names import LocalConfig
-    from msrl.config.loader import Flag, Resolved
+    from msrl.config.loader import Flag, InvalidConfigError, Resolved
     from msrl.plan.run_plan import RunPlan
 
 WORKFLOWS = {
@@ -149,23 +149,26 @@ def resolve(
     try:
         return load_configuration(files, sets, flags, command, approximate=bool(approximate))
     except ManyErrors as error:
-        valid_part = error.valid_part if isinstance(error, InvalidConfigError) else None
-        messages = [*error.messages, *_missing_paths(ctx, valid_part)]
+        more = _further_errors(ctx, error) if isinstance(error, InvalidConfigError) else []
+        messages = list(dict.fromkeys([*error.messages, *more]))
         if approximate is None:  # this command does not have the option that the messages name
             remedy = "`msrl config import --approximate`"
             messages = [line.replace("--approximate", remedy) for line in messages]
         raise ManyErrors(messages) from None
 
 
-def _missing_paths(ctx: typer.Context, valid_part: Resolved | None) -> list[str]:
-    """Return the errors about paths, so that they are reported with those of other values."""
-    from msrl.checks.validate import find_missing_paths, guess
+def _further_errors(ctx: typer.Context, error: InvalidConfigError) -> list[str]:
+    """Return the errors of checks, so that they are reported with those of single values."""
+    from msrl.checks.validate import find_known_errors, find_missing_paths, guess
 
-    if valid_part is None:
+    if error.valid_part is None:
         return []
     has_target = named_command(ctx) or top_command(ctx) not in ANY_COMMAND
-    target = configured_command(ctx) if has_target else guess(valid_part)
-    return [] if target is None else find_missing_paths(valid_part, target)
+    target = configured_command(ctx) if has_target else guess(error.valid_part)
+    if target is None:
+        return []
+    known = find_known_errors(error.known_part, target) if error.known_part else []
+    return [*known, *find_missing_paths(error.valid_part, target)]
 
 
 def with_hub_files(resolved: Resolved, command: str) -> LocalConfig:

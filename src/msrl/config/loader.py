@@ -27,6 +27,7 @@ from msrl.config.sources import (
     references,
     wrap,
 )
+from msrl.config.unknown import with_unknown
 from msrl.errors import ManyErrors, MsrlError
 
 _MAX_PASSES = 10  # a section that has lost a value may be invalid for another reason
@@ -173,16 +174,29 @@ def load(
     config, schema_errors = _validated(tree)
     errors += [*interpolation.errors, *schema_errors]
     if errors or config is None:
-        raise InvalidConfigError(list(dict.fromkeys(errors)), _valid_part(tree))
+        valid_part, known_part = _valid_parts(tree)
+        if errors != schema_errors:  # keys of a file that cannot be read are unknown, too
+            known_part = None
+        raise InvalidConfigError(list(dict.fromkeys(errors)), valid_part, known_part)
     return Resolved(config, _origins(tree), tuple(translations))
 
 
 class InvalidConfigError(ManyErrors):
-    """Errors of a configuration, and what is valid of it: other values are the defaults."""
+    """Errors of a configuration, and what is valid of it.
 
-    def __init__(self, messages: Sequence[str], valid_part: Resolved | None = None) -> None:
+    Attributes:
+        valid_part: The configuration with the defaults in place of invalid values.
+        known_part: The same with unknown values instead; None if whole files could not be read.
+    """
+
+    def __init__(
+        self,
+        messages: Sequence[str],
+        valid_part: Resolved | None = None,
+        known_part: Resolved | None = None,
+    ) -> None:
         super().__init__(messages)
-        self.valid_part = valid_part
+        self.valid_part, self.known_part = valid_part, known_part
 
 
 def _layers(
@@ -286,27 +300,43 @@ def _validated(tree: Node) -> tuple[Config | None, list[str]]:
         return None, error_lines(error, tree)
 
 
-def _valid_part(tree: Node) -> Resolved | None:
-    """Return the configuration without its invalid values; None if nothing else remains."""
+def _valid_parts(tree: Node) -> tuple[Resolved, Resolved] | tuple[None, None]:
+    """Return the configuration with defaults and with unknowns in place of its invalid values.
+
+    Returns None, None if nothing else remains.
+    """
+    origins, paths = _origins(tree), list[Sequence[int | str]]()
     for _ in range(_MAX_PASSES):
         try:
-            return Resolved(Config.model_validate(plain(tree)), _origins(tree))
+            config = Config.model_validate(plain(tree))
         except ValidationError as error:
             for details in error.errors(include_url=False):
-                tree = _without(tree, details["loc"])
-    return None
+                path = _removable(tree, details["loc"])
+                paths.append(path)
+                tree = _without(tree, path)
+            continue
+        known = config
+        for path in paths:
+            known = with_unknown(known, path)
+        return Resolved(config, _origins(tree)), Resolved(known, origins)
+    return None, None
 
 
-def _without(tree: Node, loc: Sequence[int | str]) -> Node:
-    """Return the tree without the last value on the path `loc` that is no item of a list."""
+def _removable(tree: Node, loc: Sequence[int | str]) -> Sequence[int | str]:
+    """Return the part of a path that leads to its last value that is no item of a list."""
     end = len(loc)
     while end and (node_at(tree, loc[:end]) is None or isinstance(loc[end - 1], int)):
         end -= 1
-    parent = node_at(tree, loc[: end - 1]) if end else None
+    return loc[:end]
+
+
+def _without(tree: Node, path: Sequence[int | str]) -> Node:
+    """Return the tree without the value at a path."""
+    parent = node_at(tree, path[:-1]) if path else None
     if parent is None or not isinstance(parent.value, dict):
         return tree
-    kept = {key: child for key, child in parent.value.items() if key != str(loc[end - 1])}
-    return _replace(tree, loc[: end - 1], Node(kept, parent.origin))
+    kept = {key: child for key, child in parent.value.items() if key != str(path[-1])}
+    return _replace(tree, path[:-1], Node(kept, parent.origin))
 
 
 def _with_texts(error: ValidationError, tree: Node) -> Node:
