@@ -220,12 +220,16 @@ def write_rows(path: Path, samples: list[dict[str, str]]) -> Path:
 
 
 def children(pid: int) -> dict[int, str]:
-    """Return the command lines of all descendants of a process by pid, without fork templates."""
+    """Return the command lines of all descendants of a process by pid.
+
+    Fork templates and the shell that reports a killed command are left out.
+    """
     commands: dict[int, str] = {}
     for child in psutil.Process(pid).children(recursive=True):
         try:
             command = " ".join(child.cmdline())
-            if "msrl.trainer.launch fork" not in command or child.ppid() != pid:
+            is_own = "msrl.trainer.launch fork" in command or "read -r line" in command
+            if not is_own or child.ppid() != pid:
                 commands[child.pid] = command
         except psutil.Error:
             continue

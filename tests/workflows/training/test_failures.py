@@ -201,6 +201,7 @@ def test_a_killed_command_leaves_no_process_and_the_next_one_removes_its_files(
     started = kill_after_a_save(command, "driver")
     assert command.wait() == -signal.SIGKILL
     wait_for_end(started, limit_s=90.0)  # Ray's agents look for their head for a minute
+    assert_mentions(command.output(), "killed", "--resume auto", "log.txt")
     succeed(*arguments, "--resume", "auto", log=inputs / "driver-2.log", tmp=tmp)
     assert_equal(inputs / "runs" / "driver", undisturbed)
     assert files_in(tmp) == []

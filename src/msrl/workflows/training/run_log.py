@@ -18,6 +18,7 @@ from msrl.config.secrets import recorded, redacted
 from msrl.errors import MsrlError, ProcessFailedError, RunFailedError, VerificationError
 from msrl.limits import printable
 from msrl.plan.run_plan import checkpoint_folder
+from msrl.processes.unreported_end import UnreportedEnd
 from msrl.tracking.console import StepConsole
 from msrl.tracking.log_file import FILE_NAME as LOG_FILE
 from msrl.tracking.log_file import LogFile, logged_output
@@ -216,6 +217,7 @@ class RunLog:
 
     def __enter__(self) -> RunLog:
         self._status = self._stack.enter_context(logged_output(self._log_file))
+        self._end = self._stack.enter_context(UnreportedEnd(self._killed_text()))
         self._stack.enter_context(described_by(self._describe_loss))
         return self
 
@@ -241,9 +243,18 @@ class RunLog:
 
     def _describe_loss(self, error: RayLostError) -> str:
         """Record the end of a process that is blocked in a call of Ray, and return its message."""
+        self._end.cancel()
         with suppress(OSError):
             self._record_end(error)
         return self._failure_text(error)
+
+    def _killed_text(self) -> str:
+        """Return the message on an end that this process cannot report, as after SIGKILL."""
+        cause = "it was killed, for example for lack of memory, or it lost its Ray node (raylet)"
+        lines = [f"msrl ended before it could report the cause: {cause}."]
+        if command := resume_command(self.path):
+            lines.append(f"Completed checkpoints are kept. Resume with: {command}")
+        return printable("\n".join([*lines, f"Details: {self.path / LOG_FILE}"]))
 
     def _failure_text(self, error: ProcessFailedError) -> str:
         """Return the message on a failed process: cause, checkpoint, command that resumes, log."""
