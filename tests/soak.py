@@ -45,12 +45,13 @@ from training_runs import (
 )
 
 MAX_KILLS = 3
+BUSY_S = 900.0  # without an answer of a process, on a busy machine
 LIMIT_S = 3600.0  # of a command that is not killed, also on a busy machine
 END_S = 90.0  # Ray's agents look for their head for a minute
 HIDDEN = (".part", ".partial", ".new", ".old", ".unverified")
-TWO_RANKS = {"platform": "cpu", "devices_per_node": 2, "rpc_timeout_s": 180.0}
+TWO_RANKS = {"platform": "cpu", "devices_per_node": 2, "rpc_timeout_s": BUSY_S}
 QWEN = ("--handler", "alpaca", "--template", "qwen")
-ONE_RANK = {"platform": "cpu", "rpc_timeout_s": 180.0}
+ONE_RANK = {"platform": "cpu", "rpc_timeout_s": BUSY_S}
 
 
 @dataclass
