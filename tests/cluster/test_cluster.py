@@ -23,7 +23,7 @@ from msrl.cluster.placement import Role, plan
 from msrl.errors import MsrlError
 from msrl.free_ports import free_port
 from support import HANG_S, assert_each_mentions, assert_mentions, mentions
-from training_runs import children
+from training_runs import children, wait_for_end
 
 pytestmark = pytest.mark.slow
 RESOURCE = "msrl_device"
@@ -257,12 +257,15 @@ def test_a_start_of_ray_that_times_out_is_retried(monkeypatch, caplog, tmp_path)
 
     starts, ends, late = [], [], []
     raylet = tmp_path / "raylet"
-    raylet.symlink_to("/bin/sleep")
+    raylet.write_text("#!/bin/sh\nsleep 600 &\necho $! > $1.new && mv $1.new $1\nwait\n")
+    raylet.chmod(0o755)
 
     def init(num_late, **arguments):
         starts.append(arguments)
         if len(starts) <= num_late:
-            late.append(subprocess.Popen([raylet, "600"]))
+            agent = tmp_path / f"agent{len(starts)}"
+            late.append(subprocess.Popen([raylet, agent]))
+            wait_until(agent.exists)
             raise Exception(
                 "The current node timed out during startup. This could happen because some of "
                 "the raylet failed to startup"
@@ -279,6 +282,7 @@ def test_a_start_of_ray_that_times_out_is_retried(monkeypatch, caplog, tmp_path)
         ray_process.start_ray(address="local")
     assert len(starts) == 5
     assert [process.wait(30) for process in late] == [-signal.SIGKILL] * 4
+    wait_for_end([int(file.read_text()) for file in tmp_path.glob("agent*")])
 
 
 def test_processes_of_ray_are_killed_as_soon_as_ray_ends_them(monkeypatch):

@@ -33,6 +33,7 @@ _BACKGROUND_SETTINGS = {
     "REPORTER_UPDATE_INTERVAL_MS": "60000",
 }
 _POLL_S = 0.02
+_END_S = 10.0  # for processes that were killed
 _PR_SET_CHILD_SUBREAPER = 36
 _LOG = logging.getLogger("msrl.cluster")
 
@@ -49,9 +50,14 @@ def start_ray(**arguments: Any) -> None:
         try:
             ray.init(**arguments)
         except Exception:
-            ray.shutdown()  # leaves the processes of a node that has not started
+            # Ray's shutdown leaves the processes of a node that has not started. Their agents would
+            # write into a folder that has been removed.
             new = [process for process in ray_processes() if process.pid not in before]
-            trees.send(new, signal.SIGKILL)
+            trees.send(new, signal.SIGSTOP)  # they start no further processes
+            started = trees.family(new)
+            trees.send(started, signal.SIGKILL)
+            ray.shutdown()
+            trees.wait_for_end(started, _END_S, lambda: None)
             raise
 
     retry_timeouts(start)
