@@ -34,6 +34,8 @@ def check_convert(resolved: Resolved) -> Iterator[str]:
     yield from check_folder(resolved, "convert.hf_config")
     yield from check_folder(resolved, "convert.lora")
     yield from _convert_source(resolved)
+    if convert.dtype == "q8_0" and convert.command != "hf2gguf":
+        yield resolved.mistake("convert.dtype", "only hf2gguf writes it. Use bf16, fp16 or fp32.")
     if convert.command != "inspect":
         yield from check_required(resolved, "convert.save")
         if (
@@ -57,7 +59,7 @@ def _convert_source(resolved: Resolved) -> Iterator[str]:
         return
     folder = list(check_folder(resolved, "convert.load"))
     yield from folder
-    from_hf = convert.command in ("hf2mcore", "hf2hf")
+    from_hf = convert.command in ("hf2mcore", "hf2hf", "hf2gguf")
     other = None if folder else _other_contents(Path(convert.load), from_hf, convert.command)
     if other is not None:
         yield resolved.mistake("convert.load", other)

@@ -56,6 +56,11 @@ _add(
     "msrl convert-ckpt hf2hf --load Qwen2.5-7B --save merged --lora adapter",
 )
 _add(
+    "hf2gguf",
+    "Convert a Hugging Face folder to a GGUF file for llama.cpp and Ollama.",
+    "msrl convert-ckpt hf2gguf --load runs/grpo/hf --save gguf --dtype q8_0",
+)
+_add(
     "gguf2hf",
     "Convert a GGUF file of llama.cpp or Ollama to a Hugging Face folder.",
     "msrl convert-ckpt gguf2hf --load model.Q8_0.gguf --save model --dtype bf16",

@@ -17,11 +17,14 @@ from torch import Tensor
 from msrl.checkpoint.adapters.merge import MergedSource
 from msrl.checkpoint.convert import hf_specs
 from msrl.checkpoint.dtypes import CHOICES
+from msrl.checkpoint.gguf.folder import open_gguf
+from msrl.checkpoint.gguf.write import FILE, GgufModel
 from msrl.checkpoint.source import HfSource, ShardedSource, WeightSource, open_mcore
 from msrl.config.sections.commands import ConvertConfig
 from msrl.errors import MsrlError
 from msrl.models.families import all_rules, num_parameters
 from msrl.models.shape import Shape
+from msrl.temporary import owned_folder
 from msrl.tracking.progress import amount_text, progress
 from msrl.verification import layerwise
 from msrl.verification.agreement import Agreement, compare_logits
@@ -85,6 +88,8 @@ def checks(
     convert: ConvertConfig, platform: str, source: WeightSource, load: Path, save: Path
 ) -> list[Check]:
     """Run all comparisons of the result in `save` with the `source` in `load`."""
+    if convert.command == "hf2gguf":
+        return _gguf_checks(convert, platform, source, save / FILE)
     dtype = CHOICES[convert.dtype]
     to_hf = convert.command in ("mcore2hf", "hf2hf", "gguf2hf")
     result: WeightSource = HfSource(save) if to_hf else open_mcore(save)
@@ -118,6 +123,29 @@ def checks(
         left = logits.from_folder(source, load) if is_plain else logits.from_weights(source, dtype)
         right = logits.from_megatron(save)
     return [*bit_checks, *_check_logits(source.shape, samples, left, right, description)]
+
+
+def _gguf_checks(
+    convert: ConvertConfig, platform: str, source: WeightSource, file: Path
+) -> list[Check]:
+    """Read a GGUF file with msrl's reader and with that of transformers.
+
+    The weights of msrl's reader must be those of `source`, rounded by torch or the package gguf,
+    and both readers must give the same logits.
+    """
+    expected = GgufModel(source, convert.dtype).rounded()
+    with owned_folder("msrl-gguf-") as folder:
+        result = open_gguf(file, folder)
+        bits = _check_bits(expected, result, None)
+        if not bits.passed:
+            return [bits]
+        samples = sample_tokens(source.shape, source.hf_dir)
+        is_equal = sample_tokens(source.shape, folder) == samples
+        tokens = Check("tokens", samples.origin, "equal" if is_equal else "differ", is_equal)
+        logits = LogitSource(platform, samples.token_ids, fits_in_memory(source.shape))
+        left, right = logits.from_weights(result, None), logits.from_gguf(file, result)
+        description = "transformers: the weights, its own reader of GGUF"
+        return [bits, tokens, *_check_logits(source.shape, samples, left, right, description)]
 
 
 def _check_bits(source: WeightSource, result: WeightSource, dtype: torch.dtype | None) -> Check:

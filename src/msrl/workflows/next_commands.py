@@ -22,6 +22,8 @@ def _after_conversion(config: Config) -> str | None:
     convert = config.convert
     if convert.load is None or convert.save is None or convert.command == "inspect":
         return None
+    if convert.command == "hf2gguf":
+        return shlex.join(["ollama", "create", "msrl", "-f", f"{convert.save}/Modelfile"])
     if convert.command == "lora2hf":
         return shlex.join(["msrl", "serve", convert.save])
     is_hf_source = convert.command in ("hf2mcore", "hf2hf")

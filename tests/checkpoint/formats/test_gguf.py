@@ -1,4 +1,4 @@
-"""GGUF files become Hugging Face folders with the weights, tokens and logits of their models."""
+"""GGUF files become Hugging Face folders with the same weights, tokens and logits, and return."""
 
 from __future__ import annotations
 
@@ -8,12 +8,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from tokenizers.pre_tokenizers import ByteLevel
 
-from gguf_files import MODELS, make_model, write_gguf
+from gguf_files import LLAMA3, MODELS, make_model, write_gguf
+from msrl.checkpoint.dtypes import same_bits
 from msrl.checkpoint.gguf.file import read_gguf
 from msrl.checkpoint.gguf.folder import open_gguf
+from msrl.checkpoint.gguf.model import FREQUENCIES
 from msrl.errors import ManyErrors, MsrlError
 from support import assert_mentions, mentions, shared_data
 from test_cli import msrl
@@ -196,3 +198,93 @@ def test_a_truncated_or_altered_file_is_read_or_refused_by_name(tmp_path):
                 stored.read()
         except (MsrlError, ManyErrors) as error:
             assert "damaged.gguf" in str(error)
+
+
+# --- Files that msrl writes ---
+
+
+def write(folder: Path, save: Path, *options: str) -> int:
+    return msrl("convert-ckpt", "hf2gguf", "--load", str(folder), "--save", str(save), *options)
+
+
+@pytest.fixture
+def llama(tmp_path):
+    """Return the Hugging Face folder of a small model."""
+    file = write_gguf(tmp_path / "model.gguf", "llama", make_model("llama"))
+    assert convert(file, tmp_path / "hf", "--no-verify") == 0
+    return tmp_path / "hf"
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.slow
+def test_a_written_file_has_the_contents_of_the_file_that_it_comes_from(name, tmp_path, capsys):
+    original = write_gguf(tmp_path / "model.gguf", name, make_model(name))
+    assert convert(original, tmp_path / "hf", "--no-verify") == 0
+    assert write(tmp_path / "hf", tmp_path / "out") == 0, capsys.readouterr()
+    assert_mentions(capsys.readouterr().out, "equal bit for bit", "tokens", "logits")
+    before, after = read_gguf(original), read_gguf(tmp_path / "out" / "model.gguf")
+    assert before.metadata.items() <= after.metadata.items()
+    assert before.tensors.keys() == after.tensors.keys()
+    for tensor, stored in before.tensors.items():
+        written = after.tensors[tensor].read()
+        if tensor == FREQUENCIES:  # the package's file has quotients of transformers' frequencies
+            torch.testing.assert_close(written, stored.read())
+        else:
+            assert torch.equal(written, stored.read()), tensor
+    assert (tmp_path / "out" / "Modelfile").read_text() == "FROM ./model.gguf\n"
+
+
+@pytest.mark.parametrize("dtype", ["fp16", "bf16", "q8_0"])
+def test_a_written_file_is_rounded_as_the_package_gguf_does(dtype, llama, tmp_path):
+    quantization = {"fp16": "F16", "bf16": "BF16", "q8_0": "Q8_0"}[dtype]
+    expected = write_gguf(tmp_path / "expected.gguf", "llama", make_model("llama"), quantization)
+    assert write(llama, tmp_path / "out", "--dtype", dtype, "--no-verify") == 0
+    after = read_gguf(tmp_path / "out" / "model.gguf")
+    for tensor, stored in read_gguf(expected).tensors.items():
+        assert same_bits(stored.read(), after.tensors[tensor].read()), tensor
+
+
+def test_weights_in_bfloat16_return_bit_for_bit(tmp_path):
+    file = write_gguf(tmp_path / "model.gguf", "llama", make_model("llama"), "BF16")
+    assert convert(file, tmp_path / "hf", "--dtype", "bf16", "--no-verify") == 0
+    assert write(tmp_path / "hf", tmp_path / "out", "--no-verify") == 0
+    back = tmp_path / "back"
+    assert convert(tmp_path / "out" / "model.gguf", back, "--dtype", "bf16", "--no-verify") == 0
+    before, after = (load_file(folder / "model.safetensors") for folder in (tmp_path / "hf", back))
+    assert before.keys() == after.keys()
+    assert all(same_bits(tensor, after[name]) for name, tensor in before.items())
+
+
+def set_config(folder: Path, **values: object) -> None:
+    file = folder / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | values))
+
+
+@pytest.mark.parametrize(
+    ("config", "fragments"),
+    [
+        ({"model_type": "gemma", "architectures": ["GemmaForCausalLM"]}, ("GemmaForCausalLM",)),
+        ({"rope_parameters": {**LLAMA3, "low_freq_factor": 2.0}}, ("layers",)),
+    ],
+)
+def test_models_that_a_file_cannot_describe_are_refused(config, fragments, llama, tmp_path, capsys):
+    set_config(llama, **config)
+    assert write(llama, tmp_path / "out") == 2
+    assert_mentions(capsys.readouterr().err, llama, *fragments)
+    assert not list(tmp_path.glob("out*"))
+
+
+def test_numbers_that_overflow_their_type_are_refused(llama, tmp_path, capsys):
+    weights = load_file(llama / "model.safetensors")
+    weights["model.layers.1.mlp.up_proj.weight"][0, 0] = 1e6
+    save_file(weights, llama / "model.safetensors")
+    (llama / "msrl_manifest.json").unlink(missing_ok=True)
+    assert write(llama, tmp_path / "out", "--dtype", "fp16") == 2
+    assert_mentions(capsys.readouterr().err, "layers.1.mlp.up_proj", "F16", "--dtype bf16")
+    assert not list(tmp_path.glob("out*"))
+
+
+def test_other_conversions_do_not_quantize(llama, tmp_path, capsys):
+    options = ("--load", str(llama), "--save", str(tmp_path / "out"), "--dtype", "q8_0")
+    assert msrl("convert-ckpt", "hf2hf", *options) == 2
+    assert_mentions(capsys.readouterr().err, "convert.dtype", "q8_0", "hf2gguf")

@@ -46,7 +46,7 @@ _STRING, _ARRAY = 8, 9
 _MAX_ENTRIES = 100_000  # metadata entries, and tensors
 _MAX_ITEMS = 4_000_000  # of one array; the largest vocabularies have 260,000 tokens
 _MAX_DIMENSIONS = 4
-_PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,7 +175,7 @@ def _stored(
             f"{header.path}: truncated: tensor {name} ends at byte {begin + num_bytes}, but the "
             f"file has {len(header.data)}. Download it again."
         )
-    dtype = _PLAIN.get(quantization.name, torch.float32)
+    dtype = PLAIN.get(quantization.name, torch.float32)
     region = (begin, num_bytes, (*shape[:-1], row_bytes))
     read = partial(_read, header.path, name, header.data, region, quantization, dtype)
     return StoredTensor(header.path, TensorSpec(dtype, shape), read)
@@ -194,7 +194,7 @@ def _read(
 
     begin, num_bytes, shape = region
     stored = np.frombuffer(data, np.uint8, num_bytes, begin).reshape(shape)
-    if quantization.name in _PLAIN:
+    if quantization.name in PLAIN:
         return torch.from_numpy(stored.copy()).view(dtype)
     try:
         return torch.from_numpy(dequantize(stored, quantization))

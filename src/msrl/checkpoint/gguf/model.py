@@ -11,6 +11,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,7 @@ from torch import Tensor
 from msrl.checkpoint.gguf.file import GgufFile
 from msrl.checkpoint.hf.weight_files import StoredTensor
 from msrl.errors import MsrlError
+from msrl.models.shape import LinearRopeScaling, Llama3RopeScaling, Shape, YarnRopeScaling
 
 _OUTSIDE = {
     "token_embd.weight": "model.embed_tokens.weight",
@@ -39,7 +41,7 @@ _IN_LAYERS = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
-_FREQUENCIES = "rope_freqs.weight"  # divisors of the rotary frequencies, for rope type llama3
+FREQUENCIES = "rope_freqs.weight"  # divisors of the rotary frequencies, for rope type llama3
 _LLAMA3 = {
     "low_freq_factor": 1.0,
     "high_freq_factor": 4.0,
@@ -127,7 +129,7 @@ def hf_tensors(file: GgufFile, config: Mapping[str, Any]) -> dict[str, StoredTen
     }
     renamed: dict[str, StoredTensor] = {}
     for name, stored in file.tensors.items():
-        if name == _FREQUENCIES:
+        if name == FREQUENCIES:
             continue
         hf_name = _hf_name(name)
         if hf_name is None:
@@ -190,7 +192,7 @@ class _Settings:
         """Return `rope_parameters` of config.json."""
         plain = {"rope_type": "default", "rope_theta": self.number("rope.freq_base", 10000.0)}
         kind = self._file.metadata.get(f"{self._prefix}rope.scaling.type", "none")
-        if (stored := self._file.tensors.get(_FREQUENCIES)) is not None:
+        if (stored := self._file.tensors.get(FREQUENCIES)) is not None:
             return plain | self._llama3(stored.read().double(), plain["rope_theta"], head_size)
         if kind == "none":
             return plain
@@ -213,7 +215,7 @@ class _Settings:
         expected = _llama3_divisors(factor, theta, head_size)
         if divisors.shape != expected.shape or not torch.allclose(divisors, expected, rtol=1e-5):
             raise MsrlError(
-                f"{self._file.path}: tensor {_FREQUENCIES} has divisors of the rotary frequencies "
+                f"{self._file.path}: tensor {FREQUENCIES} has divisors of the rotary frequencies "
                 f"that no rope type of transformers gives (llama3 with factor {factor:g})"
             )
         return settings
@@ -251,6 +253,76 @@ def _hf_name(name: str) -> str | None:
             return f"model.layers.{layer}.{_IN_LAYERS[part]}.{kind}" if layer.isdigit() else None
         case _:
             return None
+
+
+def gguf_name(hf_name: str) -> str:
+    """Return the name in a file of a tensor; the inverse of `_hf_name`."""
+    outside = {hf: name for name, hf in _OUTSIDE.items()}
+    if hf_name in outside:
+        return outside[hf_name]
+    _, _, layer, *module, kind = hf_name.split(".")
+    in_layers = {hf: name for name, hf in _IN_LAYERS.items()}
+    return f"blk.{layer}.{in_layers['.'.join(module)]}.{kind}"
+
+
+def in_pairs(tensor: Tensor, hf_name: str, shape: Shape) -> Tensor:
+    """Return a tensor in the order of rows of a file; the inverse of `_in_halves`."""
+    heads = {"q_proj": shape.num_attention_heads, "k_proj": shape.num_query_groups}
+    projection = hf_name.split(".")[-2] if hf_name else ""
+    if projection not in heads or not _by_hf_name(shape)[1].reorders:
+        return tensor
+    halves = tensor.reshape(heads[projection], 2, -1, *tensor.shape[1:])
+    return halves.transpose(1, 2).reshape(tensor.shape).contiguous()
+
+
+def metadata(shape: Shape, folder: Path) -> tuple[dict[str, Any], Tensor | None]:
+    """Return the metadata of a network without a mixture, and the divisors of its frequencies.
+
+    The divisors are None unless the rope type is llama3. A caller must check that `config_values`
+    returns the same network.
+
+    Raises:
+        MsrlError: The architecture is not supported.
+    """
+    name, _ = _by_hf_name(shape, folder)
+    rotary = shape.rotary
+    values: dict[str, Any] = {
+        "block_count": shape.num_layers,
+        "context_length": shape.max_position_embeddings,
+        "embedding_length": shape.hidden_size,
+        "feed_forward_length": shape.ffn_hidden_size,
+        "attention.head_count": shape.num_attention_heads,
+        "attention.head_count_kv": shape.num_query_groups,
+        "attention.key_length": shape.head_dim,
+        "attention.value_length": shape.head_dim,
+        "attention.layer_norm_rms_epsilon": float(np.float32(shape.norm_eps)),
+        "rope.dimension_count": shape.head_dim,
+        "rope.freq_base": float(np.float32(rotary.theta)),
+        "vocab_size": shape.vocab_size,
+    }
+    divisors = None
+    match rotary.scaling:
+        case Llama3RopeScaling(factor):
+            divisors = _llama3_divisors(factor, rotary.theta, shape.head_dim).float()
+        case LinearRopeScaling(factor):
+            values |= {"rope.scaling.type": "linear", "rope.scaling.factor": float(factor)}
+        case YarnRopeScaling(factor):
+            length = rotary.scaling.original_max_position_embeddings
+            values |= {"rope.scaling.type": "yarn", "rope.scaling.factor": float(factor)}
+            values["rope.scaling.original_context_length"] = length
+        case _:
+            pass
+    described = {f"{name}.{key}": value for key, value in values.items()}
+    return {"general.architecture": name, **described}, divisors
+
+
+def _by_hf_name(shape: Shape, folder: Path | None = None) -> tuple[str, _Architecture]:
+    """Return the name and the description of an architecture of transformers."""
+    for name, architecture in _ARCHITECTURES.items():
+        if architecture.hf == shape.architecture:
+            return name, architecture
+    known = ", ".join(architecture.hf for architecture in _ARCHITECTURES.values())
+    raise MsrlError(f"{folder}: {shape.architecture}: not supported. Supported: {known}")
 
 
 def _in_halves(stored: StoredTensor, heads: int) -> Tensor:

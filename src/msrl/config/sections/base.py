@@ -75,7 +75,7 @@ Platform = Annotated[str, OneOf(("auto", *registry.names(registry.PLATFORMS)))]
 Dtype = Literal["float32", "bfloat16"]
 Schedule = Literal["constant", "linear", "cosine", "wsd"]
 ConvertCommand = Literal[
-    "hf2mcore", "mcore2hf", "reshard", "hf2hf", "gguf2hf", "lora2hf", "inspect"
+    "hf2mcore", "mcore2hf", "reshard", "hf2hf", "hf2gguf", "gguf2hf", "lora2hf", "inspect"
 ]
 
 

@@ -31,7 +31,7 @@ class ConvertConfig(LayoutConfig):
     load: Text | None = Field(
         default=None,
         description="Checkpoint to read: a Hugging Face folder or the name of a model on a hub "
-        "(hf2mcore, hf2hf), a GGUF file (gguf2hf), or an mcore folder.",
+        "(hf2mcore, hf2hf, hf2gguf), a GGUF file (gguf2hf), or an mcore folder.",
     )
     save: Text | None = Field(default=None, description="Folder to write. It must be new or empty.")
     hf_config: Text | None = Field(
@@ -47,9 +47,10 @@ class ConvertConfig(LayoutConfig):
         default=False,
         description="Distribute unsplit experts over ep * tp ranks, in MindSpeed's order.",
     )
-    dtype: Literal["keep", "bf16", "fp16", "fp32"] = Field(
+    dtype: Literal["keep", "bf16", "fp16", "fp32", "q8_0"] = Field(
         default="keep",
-        description="Data type of the written tensors. keep retains the types of the checkpoint.",
+        description="Data type of the written tensors. keep retains the types of the checkpoint. "
+        "q8_0 has 8 bits per weight (hf2gguf only).",
     )
     format: Literal["mindspeed", "dist"] = Field(
         default="mindspeed",

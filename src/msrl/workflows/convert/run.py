@@ -18,6 +18,7 @@ from msrl.checkpoint.atomic_folder import require_free_path, require_space
 from msrl.checkpoint.convert import hf_specs, mcore_plan, write_hf, write_mcore
 from msrl.checkpoint.dtypes import CHOICES, same_bits
 from msrl.checkpoint.gguf.folder import open_gguf
+from msrl.checkpoint.gguf.write import GgufModel
 from msrl.checkpoint.hf.folder import sidecar_files
 from msrl.checkpoint.hf.pass_through import pass_through_bytes, pass_through_tensors
 from msrl.checkpoint.hf.weight_files import has_weights
@@ -43,8 +44,8 @@ from msrl.workflows.convert.inspection import (
 from msrl.workflows.convert.plan import target_from
 from msrl.workflows.training.integrity import UNVERIFIED, verify_files
 
-FROM_HF, TO_HF = ("hf2mcore", "hf2hf"), ("mcore2hf", "hf2hf", "gguf2hf")
-FROM_MCORE, FROM_GGUF = ("mcore2hf", "reshard"), "gguf2hf"
+FROM_HF, TO_HF = ("hf2mcore", "hf2hf", "hf2gguf"), ("mcore2hf", "hf2hf", "gguf2hf")
+FROM_MCORE, FROM_GGUF, TO_GGUF = ("mcore2hf", "reshard"), "gguf2hf", "hf2gguf"
 
 
 def run(config: Config) -> None:
@@ -102,7 +103,8 @@ def _check_conversion(config: Config, source: WeightSource, load: Path, save: Pa
     convert = config.convert
     sidecar_files(source.hf_dir)  # refuses links to other files, which would be copied
     if convert.verify:
-        report.require_memory(source.shape, in_memory=convert.command == FROM_GGUF)
+        in_memory = convert.command in (FROM_GGUF, TO_GGUF)
+        report.require_memory(source.shape, in_memory=in_memory)
     # Read before anything is written, because the training state may be damaged too.
     dropped = training_state(load) if convert.command in FROM_MCORE else []
     require_free_path(save)
@@ -127,7 +129,7 @@ def _convert_opened(config: Config, source: WeightSource, load: Path, save: Path
     with progress(f"{convert.command} {load} -> {save}", total=num_bytes, unit="B") as bar:
         write(bar.advance)
     elapsed = time.perf_counter() - start
-    layout = "" if convert.command in TO_HF else f"{layout_from(convert)}, "
+    layout = "" if convert.command in (*TO_HF, TO_GGUF) else f"{layout_from(convert)}, "
     print_line(
         f"Wrote {_result(convert, save)}: {layout}{num_parameters(source.shape):,} parameters, "
         f"{amount_text(num_bytes, 'B')} in {duration_text(elapsed)}"
@@ -195,7 +197,7 @@ def _open(convert: ConvertConfig, load: Path) -> WeightSource:
             _compare_copies(base, load)
     if lora is None:
         return base
-    merged = MergedSource(base, read_adapter(lora, base.shape), dtype=CHOICES[convert.dtype])
+    merged = MergedSource(base, read_adapter(lora, base.shape), dtype=CHOICES.get(convert.dtype))
     print_line(f"Merging {lora}: {merged.adapter.summary()}")
     return merged
 
@@ -278,6 +280,9 @@ def _prepare(
     convert: ConvertConfig, source: WeightSource, save: Path
 ) -> tuple[int, Callable[[Callable[[int], None]], object]]:
     """Return the size in bytes of the result, and a function that writes it."""
+    if convert.command == TO_GGUF:
+        model = GgufModel(source, convert.dtype)
+        return model.num_bytes, lambda advance: model.write(save, advance)
     dtype = CHOICES[convert.dtype]
     if convert.command in TO_HF:
         num_bytes = sum(spec.num_bytes for spec in hf_specs(source, dtype).values())
