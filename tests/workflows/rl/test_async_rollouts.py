@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 import threading
 import time
 from collections import Counter
@@ -32,12 +33,13 @@ from msrl.types import Completion, Ints, Prompt, Reward, RolloutGroup, SamplingP
 from msrl.workflows.rl.asynchronous.dispatcher import Dispatcher
 from msrl.workflows.rl.asynchronous.engines import NO_WEIGHTS, LoopingEngines
 from msrl.workflows.rl.asynchronous.rollouts import AsyncRollouts
+from msrl.workflows.rl.asynchronous.statistics import StepStatistics
 from msrl.workflows.rl.rollouts import Rollouts
 from msrl.workflows.rl.setup import Prompts
 from msrl.workflows.rl.sources import AsynchronousSource
 from msrl.workflows.rl.step import Clock
 from msrl.workflows.training.transport.base import Calls, Workers
-from support import mentions
+from support import ROOT, mentions
 
 ROWS, BATCH, STEPS = 12, 3, 6
 SAMPLING = SamplingParams(max_tokens=8, num_samples=2, seed=5)
@@ -787,3 +789,17 @@ def test_a_run_whose_batches_stay_empty_ends() -> None:
     with pytest.raises(MsrlError, match=mentions("rollout.filter", "10 successive steps")):
         for _ in range(20):
             source.check(empty)
+
+
+def test_a_step_has_the_documented_metrics() -> None:
+    """The group was sampled with versions 3 and 4; version 5 trains on it in two updates."""
+    sample = SimpleNamespace(policy_version=3, version_runs=((3, 2), (4, 1)))
+    group: Any = SimpleNamespace(rollout=SimpleNamespace(completions=[sample]))
+    step = StepStatistics(num_engines=1, updates_per_step=2).step(5, [group], [], 0.0, 1)
+    assert step["rollout/staleness"] == step["rollout/staleness_max"] == 2
+    assert (step["rollout/staleness_updates"], step["rollout/staleness_updates_max"]) == (4.5, 5)
+    assert step["rollout/versions_per_sample_max"] == 2
+    text = (ROOT / "docs" / "asynchronous.md").read_text().partition("## Metrics")[2]
+    names = set(re.findall(r"`((?:rollout|perf)/\w+)`", text))
+    of_filters = {"rollout/prompts", "rollout/informative", "rollout/missing"}
+    assert names - step.keys() == of_filters

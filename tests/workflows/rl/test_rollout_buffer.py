@@ -40,6 +40,16 @@ def test_a_bound_of_zero_starts_one_batch_at_a_time() -> None:
     assert [ticket.number for ticket in buffer.issue(version=1)] == [3, 4, 5]
 
 
+def test_no_more_groups_generate_at_the_same_time_than_allowed() -> None:
+    buffer = GroupBuffer[str](batch=3, max_staleness=2, max_running=2)
+    first, second = buffer.issue(version=0)
+    assert buffer.issue(version=0) == []
+    buffer.add_generated(second, 0)
+    assert [ticket.number for ticket in buffer.issue(version=0)] == [2]
+    buffer.add_generated(first, 0)
+    assert [ticket.number for ticket in buffer.issue(version=0)] == [3]
+
+
 def test_a_batch_waits_for_its_oldest_group() -> None:
     buffer = GroupBuffer[str](batch=2, max_staleness=1)
     tickets = buffer.issue(version=0)
