@@ -84,6 +84,8 @@ class FileCheck:
 
     def message(self, problem: str) -> str:
         """Return an error message with the file, the problem and a remedy."""
+        if problem.endswith("."):  # it has a remedy
+            return f"{self.path}: {problem}"
         if self.record is None:
             return f"{self.path}: {problem}. Copy or download it again."
         if (self.folder / TRACKER).is_file():

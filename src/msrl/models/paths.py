@@ -6,6 +6,7 @@ from pathlib import Path
 
 TRACKER = "latest_checkpointed_iteration.txt"
 MANIFEST = "msrl_manifest.json"  # of checksums, in Hugging Face folders and Megatron checkpoints
+IRREGULAR = "is no file, but a pipe, a device, a folder or a link to nothing. Copy it again."
 
 
 def is_hf(path: str) -> bool:
@@ -59,3 +60,13 @@ def runs_on_ranks(model: str | None, engine: str | None) -> bool:
     That is the case if the engine is `megatron`, or by default for a Megatron checkpoint.
     """
     return model is not None and (engine == "megatron" or (engine is None and is_mcore(model)))
+
+
+def irregular_file(folder: Path) -> Path | None:
+    """Return the first file of a model that is a pipe, a device, a folder or a link to nothing.
+
+    Readers would take it for a missing file, and some files of a model are optional.
+    """
+    suffixes = (".json", ".jinja", ".model", ".txt", ".safetensors", ".bin")
+    files = sorted(path for path in folder.glob("*") if path.name.endswith(suffixes))
+    return next((path for path in files if not path.is_file()), None)

@@ -19,6 +19,7 @@ from msrl.checkpoint.source import open_weights
 from msrl.checkpoint.torch_files.reader import tensor_spec
 from msrl.errors import ManyErrors, MsrlError
 from msrl.models.parallel_layout import Coords, ParallelLayout
+from msrl.models.paths import irregular_file
 from support import assert_mentions, mentions
 from test_cli import msrl
 from test_convert import to_mcore
@@ -225,6 +226,22 @@ def test_links_of_a_model_folder_lead_to_files_of_the_model_or_are_refused(tmp_p
     (model / "generation_config.json").symlink_to(secret)
     with pytest.raises(MsrlError, match=mentions(model / "generation_config.json", secret)):
         sidecar_files(model)
+
+
+@pytest.mark.parametrize("kind", ["pipe", "device", "folder", "link"])
+def test_an_optional_file_of_a_model_that_is_no_file_is_refused(kind: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    file = tmp_path / "generation_config.json"
+    assert irregular_file(tmp_path) is None
+    if kind == "pipe":
+        os.mkfifo(file)
+    elif kind == "folder":
+        file.mkdir()
+    else:
+        file.symlink_to("/dev/zero" if kind == "device" else "gone")
+    assert irregular_file(tmp_path) == file
+    with pytest.raises(MsrlError, match=mentions(file, "no file")):
+        sidecar_files(tmp_path)
 
 
 def test_a_file_of_a_model_that_links_to_itself_is_refused(tmp_path: Path) -> None:

@@ -354,6 +354,7 @@ def layout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     write(tmp_path / "rows" / "a.jsonl", CHAT)
     (tmp_path / "empty.jsonl").write_text("")
     (tmp_path / "bare").mkdir()
+    os.mkfifo(tmp_path / "pipe.jsonl")
     return tmp_path
 
 
@@ -379,6 +380,7 @@ def layout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("data/rl_packed_input_ids_document.bin", ("preprocessed", "data/rl")),
         ("empty.jsonl", ("empty",)),
         ("bare", ("contains no",)),
+        ("pipe.jsonl", ("pipe", "not a file")),
         (".", ("contains no",)),
     ],
 )

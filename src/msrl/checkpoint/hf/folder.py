@@ -24,6 +24,7 @@ from msrl.errors import ManyErrors, MsrlError
 from msrl.models.entries import stack_sizes
 from msrl.models.families import all_rules, load_shape
 from msrl.models.hf_config import end_tokens, read_hf_config
+from msrl.models.paths import IRREGULAR
 from msrl.models.reward_head import has_classifier, is_scoring, scoring_config
 from msrl.models.rules import Rule
 from msrl.models.shape import Shape
@@ -142,12 +143,14 @@ def sidecar_files(folder: Path) -> list[Path]:
 
     Raises:
         MsrlError: A link leads to another folder than the model's. The files are copied to
-            results, which may be published.
+            results, which may be published. Or a file is no regular file.
     """
     own, shared = folder.resolve(), _resolved(folder / "config.json").parent  # in hub caches
     patterns = (*_SIDECARS, f"{_NAMED_TEMPLATES}/*.jinja")
-    files = {file for pattern in patterns for file in folder.glob(pattern) if file.is_file()}
+    files = {file for pattern in patterns for file in folder.glob(pattern)}
     for file in sorted(files):
+        if not file.is_file():
+            raise MsrlError(f"{file}: {IRREGULAR}")
         target = _resolved(file)
         if own not in target.parents and target.parent != shared:
             raise MsrlError(

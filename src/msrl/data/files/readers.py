@@ -13,6 +13,7 @@ import glob
 import gzip
 import io
 import json
+import os
 import zlib
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
@@ -128,6 +129,8 @@ def _expand_input(item: str, split: str | None) -> list[Path]:
         matches = glob.glob(item, recursive=True)  # noqa: PTH207 - absolute patterns too
         files = sorted(Path(match) for match in matches if Path(match).is_file())
         problem = "no file matches" if glob.has_magic(item) else "no such file or folder"
+        if os.path.lexists(item):
+            problem = "is a pipe, a device or a link to nothing, not a file"
     if not files:
         raise MsrlError(f"preprocess.input={item}: {problem}")
     for file in files:
