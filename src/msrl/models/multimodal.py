@@ -22,7 +22,6 @@ def qwen2_language_model(config: HfConfig, family: str) -> Shape:
         text,
         family=family,
         qkv_bias=True,
-        qk_norm=False,
         num_key_value_heads=8,
         max_position_embeddings=32768,
         norm_eps=1e-5,

@@ -5,8 +5,9 @@ A family is a module of this package. It defines:
 - `ARCHITECTURES: tuple[str, ...]`, the names of its classes in `config.json`
 - `shape(config: HfConfig) -> Shape`, the sizes and features of a model. `decoder_shape` reads the
   keys that dense decoders share; refuse every other key that changes the network.
-- `rules(shape: Shape) -> Rules`, the tensors of Hugging Face and Megatron. `decoder_rules` has
-  the rules of Llama and similar networks.
+- `NAMES` and `EXPERTS`, where its Hugging Face names differ from Llama's, or
+  `rules(shape: Shape) -> Rules`, the tensors of Hugging Face and Megatron, where they do not follow
+  from the names (see `decoder_rules`).
 """
 
 from __future__ import annotations
@@ -19,7 +20,9 @@ from types import ModuleType
 
 from msrl import registry
 from msrl.errors import MsrlError
+from msrl.models.decoder_rules import decoder_rules
 from msrl.models.hf_config import HfConfig, read_hf_config
+from msrl.models.layer_rules.names import EXPERTS, LLAMA
 from msrl.models.reward_head import (
     base_architecture,
     base_config,
@@ -91,7 +94,12 @@ def shape_from_config(config: HfConfig) -> Shape:
 @functools.lru_cache(maxsize=16)
 def rules_for(shape: Shape) -> Rules:
     """Return the weight rules of a model."""
-    rules = families()[base_architecture(shape.architecture)].rules(shape)
+    family = families()[base_architecture(shape.architecture)]
+    if hasattr(family, "rules"):
+        rules = family.rules(shape)
+    else:
+        names, experts = getattr(family, "NAMES", LLAMA), getattr(family, "EXPERTS", EXPERTS)
+        rules = decoder_rules(shape, names, experts)
     return with_score_rules(rules, shape) if shape.reward_head else rules
 
 

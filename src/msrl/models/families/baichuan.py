@@ -10,14 +10,12 @@ from __future__ import annotations
 from dataclasses import replace
 
 from msrl.models.decoder import decoder_shape
-from msrl.models.decoder_rules import decoder_rules
 from msrl.models.hf_config import HfConfig
 from msrl.models.layer_rules.names import Names
-from msrl.models.rules import Rules
 from msrl.models.shape import Shape
 
 ARCHITECTURES = ("BaichuanForCausalLM", "BaiChuanForCausalLM")
-_NAMES = Names(qkv=("self_attn.W_pack",))
+NAMES = Names(qkv=("self_attn.W_pack",))
 
 
 def shape(config: HfConfig) -> Shape:
@@ -36,13 +34,7 @@ def shape(config: HfConfig) -> Shape:
     decoder = decoder_shape(
         config,
         family="baichuan",
-        qkv_bias=False,
-        qk_norm=False,
         num_key_value_heads=heads,
         max_position_embeddings=None,
     )
     return replace(decoder, normalized_head=config.architecture() == "BaichuanForCausalLM")
-
-
-def rules(shape: Shape) -> Rules:
-    return decoder_rules(shape, _NAMES)

@@ -7,14 +7,12 @@ The network equals `glm.py` with other tensor names. The config keys come from t
 from __future__ import annotations
 
 from msrl.models.decoder import check_heads, make_layers
-from msrl.models.decoder_rules import decoder_rules
 from msrl.models.hf_config import HfConfig
 from msrl.models.layer_rules.names import Names
-from msrl.models.rules import Rules
 from msrl.models.shape import Attention, Rotary, Shape
 
 ARCHITECTURES = ("ChatGLMModel", "ChatGLMForConditionalGeneration")
-_NAMES = Names(
+NAMES = Names(
     layer="transformer.encoder.layers.{layer}.",
     embedding="transformer.embedding.word_embeddings.weight",
     qkv=("self_attention.query_key_value",),
@@ -68,7 +66,3 @@ def shape(config: HfConfig) -> Shape:
         dtype=config.dtype(),
     )
     return check_heads(config, decoder)
-
-
-def rules(shape: Shape) -> Rules:
-    return decoder_rules(shape, _NAMES)

@@ -5,11 +5,9 @@ V2, unlike V2-Lite, selects experts by group.
 
 from __future__ import annotations
 
-from msrl.models.decoder_rules import decoder_rules
 from msrl.models.deepseek import deepseek_shape, mixture_layers
 from msrl.models.hf_config import HfConfig
 from msrl.models.mixture import aux_loss_coef, layer_experts
-from msrl.models.rules import Rules
 from msrl.models.shape import Moe, Shape
 
 ARCHITECTURES = ("DeepseekV2ForCausalLM",)
@@ -35,7 +33,3 @@ def shape(config: HfConfig) -> Shape:
     return deepseek_shape(
         config, family="deepseek_v2", experts=layer_experts(config, moe, mixture_layers(config, 0))
     )
-
-
-def rules(shape: Shape) -> Rules:
-    return decoder_rules(shape)

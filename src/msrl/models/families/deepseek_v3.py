@@ -10,11 +10,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from msrl.models.decoder_rules import decoder_rules
 from msrl.models.deepseek import deepseek_shape, mixture_layers, prediction_layers, sigmoid_moe
 from msrl.models.hf_config import HfConfig
 from msrl.models.mixture import layer_experts
-from msrl.models.rules import Rules
 from msrl.models.shape import Shape
 
 ARCHITECTURES = ("DeepseekV3ForCausalLM",)
@@ -39,7 +37,3 @@ def shape(config: HfConfig) -> Shape:
         pass_through=prediction_layers(config, decoder.num_layers),
         may_lack_pass_through=True,
     )
-
-
-def rules(shape: Shape) -> Rules:
-    return decoder_rules(shape)

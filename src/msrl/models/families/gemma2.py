@@ -10,14 +10,12 @@ from __future__ import annotations
 from dataclasses import replace
 
 from msrl.models.decoder import alternating_window, decoder_shape, with_attention
-from msrl.models.decoder_rules import decoder_rules
 from msrl.models.hf_config import HfConfig
 from msrl.models.layer_rules.names import Names
-from msrl.models.rules import Rules
 from msrl.models.shape import Shape
 
 ARCHITECTURES = ("Gemma2ForCausalLM",)
-_NAMES = Names(
+NAMES = Names(
     post_attention_norm="post_attention_layernorm",
     mlp_norm="pre_feedforward_layernorm",
     post_mlp_norm="post_feedforward_layernorm",
@@ -30,8 +28,6 @@ def shape(config: HfConfig) -> Shape:
     decoder = decoder_shape(
         config,
         family="gemma2",
-        qkv_bias=False,
-        qk_norm=False,
         head_dim=256,
         num_key_value_heads=4,
         max_position_embeddings=8192,
@@ -49,7 +45,3 @@ def shape(config: HfConfig) -> Shape:
         post_norms=True,
         embedding_scale=decoder.hidden_size**0.5,
     )
-
-
-def rules(shape: Shape) -> Rules:
-    return decoder_rules(shape, _NAMES)

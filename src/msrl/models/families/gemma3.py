@@ -39,7 +39,6 @@ def shape(config: HfConfig) -> Shape:
     decoder = decoder_shape(
         config,
         family="gemma3",
-        qkv_bias=False,
         qk_norm=True,
         head_dim=256,
         num_key_value_heads=4,

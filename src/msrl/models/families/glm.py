@@ -7,14 +7,12 @@ one tensor.
 from __future__ import annotations
 
 from msrl.models.decoder import decoder_shape
-from msrl.models.decoder_rules import decoder_rules
 from msrl.models.hf_config import HfConfig
 from msrl.models.layer_rules.names import Names
-from msrl.models.rules import Rules
 from msrl.models.shape import Shape
 
 ARCHITECTURES = ("GlmForCausalLM",)
-_NAMES = Names(gate_up=("mlp.gate_up_proj",))
+NAMES = Names(gate_up=("mlp.gate_up_proj",))
 
 
 def shape(config: HfConfig) -> Shape:
@@ -22,7 +20,6 @@ def shape(config: HfConfig) -> Shape:
         config,
         family="glm",
         qkv_bias=config.flag("attention_bias", True),
-        qk_norm=False,
         head_dim=128,
         num_key_value_heads=2,
         max_position_embeddings=131072,
@@ -30,7 +27,3 @@ def shape(config: HfConfig) -> Shape:
         partial_rotary_factor=0.5,
         rotary_interleaved=True,
     )
-
-
-def rules(shape: Shape) -> Rules:
-    return decoder_rules(shape, _NAMES)

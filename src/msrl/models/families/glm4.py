@@ -8,14 +8,12 @@ from __future__ import annotations
 from dataclasses import replace
 
 from msrl.models.decoder import decoder_shape
-from msrl.models.decoder_rules import decoder_rules
 from msrl.models.hf_config import HfConfig
 from msrl.models.layer_rules.names import Names
-from msrl.models.rules import Rules
 from msrl.models.shape import Shape
 
 ARCHITECTURES = ("Glm4ForCausalLM",)
-_NAMES = Names(
+NAMES = Names(
     post_attention_norm="post_self_attn_layernorm",
     mlp_norm="post_attention_layernorm",
     gate_up=("mlp.gate_up_proj",),
@@ -28,7 +26,6 @@ def shape(config: HfConfig) -> Shape:
         config,
         family="glm4",
         qkv_bias=config.flag("attention_bias", True),
-        qk_norm=False,
         head_dim=128,
         num_key_value_heads=2,
         max_position_embeddings=131072,
@@ -37,7 +34,3 @@ def shape(config: HfConfig) -> Shape:
         rotary_interleaved=True,
     )
     return replace(decoder, post_norms=True)
-
-
-def rules(shape: Shape) -> Rules:
-    return decoder_rules(shape, _NAMES)

@@ -50,7 +50,6 @@ def shape(config: HfConfig) -> Shape:
         config,
         family="gpt_oss",
         qkv_bias=True,
-        qk_norm=False,
         head_dim=64,
         num_key_value_heads=8,
         max_position_embeddings=131072,

@@ -6,14 +6,12 @@ Llama's network with q, k and v in one tensor, ordered by query group.
 from __future__ import annotations
 
 from msrl.models.decoder import decoder_shape
-from msrl.models.decoder_rules import decoder_rules
 from msrl.models.hf_config import HfConfig
 from msrl.models.layer_rules.names import Names
-from msrl.models.rules import Rules
 from msrl.models.shape import Shape
 
 ARCHITECTURES = ("InternLM2ForCausalLM",)
-_NAMES = Names(
+NAMES = Names(
     embedding="model.tok_embeddings.weight",
     input_norm="attention_norm",
     qkv=("attention.wqkv",),
@@ -33,12 +31,6 @@ def shape(config: HfConfig) -> Shape:
     return decoder_shape(
         config,
         family="internlm2",
-        qkv_bias=False,
-        qk_norm=False,
         num_key_value_heads=heads,
         max_position_embeddings=2048,
     )
-
-
-def rules(shape: Shape) -> Rules:
-    return decoder_rules(shape, _NAMES)

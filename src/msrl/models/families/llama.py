@@ -6,9 +6,7 @@ There are no biases; rope scaling is optional.
 from __future__ import annotations
 
 from msrl.models.decoder import decoder_shape
-from msrl.models.decoder_rules import decoder_rules
 from msrl.models.hf_config import HfConfig
-from msrl.models.rules import Rules
 from msrl.models.shape import Shape
 
 ARCHITECTURES = ("LlamaForCausalLM",)
@@ -20,12 +18,6 @@ def shape(config: HfConfig) -> Shape:
     return decoder_shape(
         config,
         family="llama",
-        qkv_bias=False,
-        qk_norm=False,
         num_key_value_heads=heads,
         max_position_embeddings=2048,
     )
-
-
-def rules(shape: Shape) -> Rules:
-    return decoder_rules(shape)

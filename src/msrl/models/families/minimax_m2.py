@@ -9,15 +9,13 @@ from __future__ import annotations
 from dataclasses import replace
 
 from msrl.models.decoder import decoder_shape
-from msrl.models.decoder_rules import decoder_rules
 from msrl.models.hf_config import HfConfig
 from msrl.models.layer_rules.names import ExpertNames
 from msrl.models.mixture import aux_loss_coef, layer_experts
-from msrl.models.rules import Rules
 from msrl.models.shape import Moe, Shape
 
 ARCHITECTURES = ("MiniMaxM2ForCausalLM",)
-_EXPERTS = ExpertNames(
+EXPERTS = ExpertNames(
     router="block_sparse_moe.gate",
     expert_bias="block_sparse_moe.e_score_correction_bias",
     expert="block_sparse_moe.experts.{expert}.",
@@ -48,7 +46,6 @@ def shape(config: HfConfig) -> Shape:
     decoder = decoder_shape(
         config,
         family="minimax_m2",
-        qkv_bias=False,
         qk_norm="all",
         head_dim=head_dim,
         num_key_value_heads=8,
@@ -70,7 +67,3 @@ def _prediction_layers(config: HfConfig, num_layers: int) -> tuple[str, ...]:
     """Return the name prefixes of the layers for multi-token prediction, as vLLM counts them."""
     count = config.count("num_mtp_modules", 1) if config.flag("use_mtp", False) else 0
     return tuple(f"model.layers.{num_layers + number}." for number in range(count))
-
-
-def rules(shape: Shape) -> Rules:
-    return decoder_rules(shape, experts=_EXPERTS)

@@ -6,9 +6,7 @@ There are no biases. Every layer has a window unless `sliding_window` is null.
 from __future__ import annotations
 
 from msrl.models.decoder import decoder_shape, window_everywhere
-from msrl.models.decoder_rules import decoder_rules
 from msrl.models.hf_config import HfConfig
-from msrl.models.rules import Rules
 from msrl.models.shape import Shape
 
 ARCHITECTURES = ("MistralForCausalLM",)
@@ -18,13 +16,7 @@ def shape(config: HfConfig) -> Shape:
     return decoder_shape(
         config,
         family="mistral",
-        qkv_bias=False,
-        qk_norm=False,
         num_key_value_heads=8,
         max_position_embeddings=131072,
         windows=window_everywhere(config, 4096),
     )
-
-
-def rules(shape: Shape) -> Rules:
-    return decoder_rules(shape)

@@ -42,8 +42,6 @@ def shape(config: HfConfig) -> Shape:
     decoder = decoder_shape(
         text,
         family="mistral3",
-        qkv_bias=False,
-        qk_norm=False,
         head_dim=128 if is_ministral else None,
         num_key_value_heads=8,
         max_position_embeddings=262144 if is_ministral else 131072,

@@ -6,15 +6,13 @@ Every layer has experts. There are no biases.
 from __future__ import annotations
 
 from msrl.models.decoder import decoder_shape, window_everywhere
-from msrl.models.decoder_rules import decoder_rules
 from msrl.models.hf_config import HfConfig
 from msrl.models.layer_rules.names import ExpertNames
 from msrl.models.mixture import aux_loss_coef, layer_experts
-from msrl.models.rules import Rules
 from msrl.models.shape import Moe, Shape
 
 ARCHITECTURES = ("MixtralForCausalLM",)
-_EXPERTS = ExpertNames(
+EXPERTS = ExpertNames(
     router="block_sparse_moe.gate",
     expert="block_sparse_moe.experts.{expert}.",
     gate="w1",
@@ -34,8 +32,6 @@ def shape(config: HfConfig) -> Shape:
     return decoder_shape(
         config,
         family="mixtral",
-        qkv_bias=False,
-        qk_norm=False,
         num_key_value_heads=8,
         max_position_embeddings=131072,
         norm_eps=1e-5,
@@ -48,7 +44,3 @@ def shape(config: HfConfig) -> Shape:
 def _windows(config: HfConfig) -> tuple[int | None, ...]:
     """Return the window of every layer if the config has one."""
     return () if config.values.get("sliding_window") is None else window_everywhere(config, 4096)
-
-
-def rules(shape: Shape) -> Rules:
-    return decoder_rules(shape, experts=_EXPERTS)

@@ -6,9 +6,7 @@ q, k and v have biases, the output projection has none.
 from __future__ import annotations
 
 from msrl.models.decoder import decoder_shape, switched_window
-from msrl.models.decoder_rules import decoder_rules
 from msrl.models.hf_config import HfConfig
-from msrl.models.rules import Rules
 from msrl.models.shape import Shape
 
 ARCHITECTURES = ("Qwen2ForCausalLM",)
@@ -19,11 +17,6 @@ def shape(config: HfConfig) -> Shape:
         config,
         family="qwen2",
         qkv_bias=True,
-        qk_norm=False,
         max_position_embeddings=32768,
         windows=switched_window(config),
     )
-
-
-def rules(shape: Shape) -> Rules:
-    return decoder_rules(shape)

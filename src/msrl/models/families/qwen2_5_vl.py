@@ -6,10 +6,8 @@ copy the vision tower unchanged.
 
 from __future__ import annotations
 
-from msrl.models.decoder_rules import decoder_rules
 from msrl.models.hf_config import HfConfig
 from msrl.models.multimodal import qwen2_language_model
-from msrl.models.rules import Rules
 from msrl.models.shape import Shape
 
 ARCHITECTURES = ("Qwen2_5_VLForConditionalGeneration",)
@@ -17,7 +15,3 @@ ARCHITECTURES = ("Qwen2_5_VLForConditionalGeneration",)
 
 def shape(config: HfConfig) -> Shape:
     return qwen2_language_model(config, "qwen2_5_vl")
-
-
-def rules(shape: Shape) -> Rules:
-    return decoder_rules(shape)

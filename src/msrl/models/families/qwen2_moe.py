@@ -7,7 +7,6 @@ expert is multiplied by a sigmoid gate.
 from __future__ import annotations
 
 from msrl.models.decoder import decoder_shape
-from msrl.models.decoder_rules import decoder_rules
 from msrl.models.hf_config import HfConfig
 from msrl.models.layer_rules.names import ExpertNames
 from msrl.models.mixture import (
@@ -15,11 +14,10 @@ from msrl.models.mixture import (
     layer_experts,
     sparse_layers,
 )
-from msrl.models.rules import Rules
 from msrl.models.shape import Moe, Shape
 
 ARCHITECTURES = ("Qwen2MoeForCausalLM",)
-_EXPERTS = ExpertNames(shared="mlp.shared_expert.", shared_gate="mlp.shared_expert_gate")
+EXPERTS = ExpertNames(shared="mlp.shared_expert.", shared_gate="mlp.shared_expert_gate")
 
 
 def shape(config: HfConfig) -> Shape:
@@ -38,12 +36,7 @@ def shape(config: HfConfig) -> Shape:
         config,
         family="qwen2_moe",
         qkv_bias=config.flag("qkv_bias", True),
-        qk_norm=False,
         num_key_value_heads=16,
         max_position_embeddings=32768,
         experts=layer_experts(config, moe, sparse_layers(config)),
     )
-
-
-def rules(shape: Shape) -> Rules:
-    return decoder_rules(shape, experts=_EXPERTS)

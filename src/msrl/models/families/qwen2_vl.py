@@ -5,10 +5,8 @@ Like the language model of Qwen2.5-VL; only the vision tower, which passes throu
 
 from __future__ import annotations
 
-from msrl.models.decoder_rules import decoder_rules
 from msrl.models.hf_config import HfConfig
 from msrl.models.multimodal import qwen2_language_model
-from msrl.models.rules import Rules
 from msrl.models.shape import Shape
 
 ARCHITECTURES = ("Qwen2VLForConditionalGeneration",)
@@ -16,7 +14,3 @@ ARCHITECTURES = ("Qwen2VLForConditionalGeneration",)
 
 def shape(config: HfConfig) -> Shape:
     return qwen2_language_model(config, "qwen2_vl")
-
-
-def rules(shape: Shape) -> Rules:
-    return decoder_rules(shape)

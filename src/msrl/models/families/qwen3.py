@@ -6,9 +6,7 @@ There are no biases. q and k have an RMS norm per head. head_dim is independent 
 from __future__ import annotations
 
 from msrl.models.decoder import decoder_shape, switched_window
-from msrl.models.decoder_rules import decoder_rules
 from msrl.models.hf_config import HfConfig
-from msrl.models.rules import Rules
 from msrl.models.shape import Shape
 
 ARCHITECTURES = ("Qwen3ForCausalLM",)
@@ -19,13 +17,8 @@ def shape(config: HfConfig) -> Shape:
     return decoder_shape(
         config,
         family="qwen3",
-        qkv_bias=False,
         qk_norm=True,
         head_dim=128,
         max_position_embeddings=32768,
         windows=switched_window(config),
     )
-
-
-def rules(shape: Shape) -> Rules:
-    return decoder_rules(shape)

@@ -43,7 +43,6 @@ def shape(config: HfConfig) -> Shape:
     decoder = decoder_shape(
         text,
         family="qwen3_5",
-        qkv_bias=False,
         qk_norm=True,
         head_dim=256,
         num_key_value_heads=2 if moe else 4,

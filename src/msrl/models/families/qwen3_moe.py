@@ -6,10 +6,8 @@ The attention is Qwen 3's. Every layer or some layers have experts.
 from __future__ import annotations
 
 from msrl.models.decoder import decoder_shape, switched_window
-from msrl.models.decoder_rules import decoder_rules
 from msrl.models.hf_config import HfConfig
 from msrl.models.mixture import aux_loss_coef, layer_experts, sparse_layers
-from msrl.models.rules import Rules
 from msrl.models.shape import Moe, Shape
 
 ARCHITECTURES = ("Qwen3MoeForCausalLM",)
@@ -29,14 +27,9 @@ def shape(config: HfConfig) -> Shape:
     return decoder_shape(
         config,
         family="qwen3_moe",
-        qkv_bias=False,
         qk_norm=True,
         max_position_embeddings=32768,
         num_key_value_heads=4,
         windows=switched_window(config),
         experts=layer_experts(config, moe, sparse_layers(config)),
     )
-
-
-def rules(shape: Shape) -> Rules:
-    return decoder_rules(shape)

@@ -11,16 +11,14 @@ from __future__ import annotations
 from dataclasses import replace
 
 from msrl.models.decoder import decoder_shape, with_attention
-from msrl.models.decoder_rules import decoder_rules
 from msrl.models.gated_delta import delta_layers
 from msrl.models.hf_config import HfConfig
 from msrl.models.layer_rules.names import ExpertNames
 from msrl.models.mixture import aux_loss_coef, layer_experts, sparse_layers
-from msrl.models.rules import Rules
 from msrl.models.shape import Moe, Shape
 
 ARCHITECTURES = ("Qwen3NextForCausalLM",)
-_EXPERTS = ExpertNames(shared="mlp.shared_expert.", shared_gate="mlp.shared_expert_gate")
+EXPERTS = ExpertNames(shared="mlp.shared_expert.", shared_gate="mlp.shared_expert_gate")
 
 
 def shape(config: HfConfig) -> Shape:
@@ -37,7 +35,6 @@ def shape(config: HfConfig) -> Shape:
     decoder = decoder_shape(
         config,
         family="qwen3_next",
-        qkv_bias=False,
         qk_norm=True,
         head_dim=256,
         num_key_value_heads=2,
@@ -52,7 +49,3 @@ def shape(config: HfConfig) -> Shape:
         pass_through=("mtp.",),
         may_lack_pass_through=True,
     )
-
-
-def rules(shape: Shape) -> Rules:
-    return decoder_rules(shape, experts=_EXPERTS)

@@ -9,15 +9,13 @@ from __future__ import annotations
 from dataclasses import replace
 
 from msrl.models.decoder import decoder_shape
-from msrl.models.decoder_rules import decoder_rules
 from msrl.models.hf_config import HfConfig
 from msrl.models.layer_rules.names import Names
 from msrl.models.multimodal import check_sections, language_config
-from msrl.models.rules import Rules
 from msrl.models.shape import Shape
 
 ARCHITECTURES = ("Qwen3VLForConditionalGeneration",)
-_NAMES = Names(
+NAMES = Names(
     layer="model.language_model.layers.{layer}.",
     embedding="model.language_model.embed_tokens.weight",
     final_norm="model.language_model.norm.weight",
@@ -30,7 +28,6 @@ def shape(config: HfConfig) -> Shape:
     decoder = decoder_shape(
         text,
         family="qwen3_vl",
-        qkv_bias=False,
         qk_norm=True,
         head_dim=128,
         num_key_value_heads=32,
@@ -40,7 +37,3 @@ def shape(config: HfConfig) -> Shape:
     )
     check_sections(text, decoder, default=(24, 20, 20))
     return replace(decoder, pass_through=("model.visual.",))
-
-
-def rules(shape: Shape) -> Rules:
-    return decoder_rules(shape, _NAMES)

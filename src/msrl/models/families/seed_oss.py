@@ -6,9 +6,7 @@ Llama's network with biases of q, k and v. Its configs set dropout, which msrl d
 from __future__ import annotations
 
 from msrl.models.decoder import decoder_shape
-from msrl.models.decoder_rules import decoder_rules
 from msrl.models.hf_config import HfConfig
-from msrl.models.rules import Rules
 from msrl.models.shape import Shape
 
 ARCHITECTURES = ("SeedOssForCausalLM",)
@@ -22,12 +20,7 @@ def shape(config: HfConfig) -> Shape:
         HfConfig(without_dropout, config.where),
         family="seed_oss",
         qkv_bias=config.flag("attention_bias", True),
-        qk_norm=False,
         head_dim=128,
         num_key_value_heads=8,
         max_position_embeddings=524288,
     )
-
-
-def rules(shape: Shape) -> Rules:
-    return decoder_rules(shape)
