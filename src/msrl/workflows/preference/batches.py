@@ -10,10 +10,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from msrl.algorithms.packing import Sequences
+from msrl.config.schema import Config
 from msrl.trainer.objective.batches import BatchLimits, num_loss_tokens
 from msrl.trainer.objective.requests import TokenRequest
 from msrl.types import Floats, Ints, RenderedExample, RenderedPreference
 from msrl.workflows.preference.rows import PreferenceRows
+from msrl.workflows.training.supervised import num_evaluated
 from msrl.workflows.training.trainer_group import TrainerGroup
 
 Sums = NDArray[np.float64]
@@ -83,6 +85,12 @@ def make_batch(rows: PreferenceRows, indices: Sequence[int], num_filled: int) ->
         total_weight=sum(example.weight for example in real),
         num_real=len(real),
     )
+
+
+def evaluated_batch(config: Config, held_out: PreferenceRows, dp_size: int) -> PreferenceBatch:
+    """Return the batch of an evaluation, filled up for the data-parallel ranks."""
+    count = num_evaluated(config, held_out)
+    return make_batch(held_out, range(count), count + -count % dp_size)
 
 
 def answer_logprobs(

@@ -7,7 +7,7 @@ reward models are trained by `steps.py`.
 from __future__ import annotations
 
 import time
-from dataclasses import replace
+from functools import partial
 
 import numpy as np
 
@@ -21,17 +21,14 @@ from msrl.trainer.objective.preference import ScoreLoss
 from msrl.trainer.objective.requests import UpdateRequest
 from msrl.trainer.settings import RankSettings
 from msrl.types import Floats, StepReport
-from msrl.workflows.preference.batches import PreferenceBatch, make_batch
+from msrl.workflows.preference.batches import PreferenceBatch, evaluated_batch, make_batch
 from msrl.workflows.preference.rows import PreferenceRows, checked_rows, row_order
 from msrl.workflows.preference.run import PreferenceSetup
 from msrl.workflows.preference.steps import StepTask
 from msrl.workflows.training import supervised
-from msrl.workflows.training.session import TrainingSession
 from msrl.workflows.training.settings import reward_model_rank_settings
-from msrl.workflows.training.supervised import is_evaluation_due, step_report
-from msrl.workflows.training.train_worker import SavePlan
+from msrl.workflows.training.supervised import HeldOutEvaluator, SupervisedTask, step_report
 from msrl.workflows.training.trainer_group import TrainerGroup
-from msrl.workflows.training.trainers import save_plan
 
 
 def run(plan: RunPlan) -> None:
@@ -46,7 +43,7 @@ def run(plan: RunPlan) -> None:
         supervised.run(plan, RewardModelTask())
 
 
-class RewardModelTask:
+class RewardModelTask(SupervisedTask[PreferenceRows]):
     """Training of a reward model on pairs."""
 
     curves = CURVES["train-rm"]
@@ -60,12 +57,6 @@ class RewardModelTask:
     def settings(self, plan: RunPlan, platform: Platform) -> RankSettings:
         return reward_model_rank_settings(plan, platform.name)
 
-    def saves(self, plan: RunPlan) -> SavePlan:
-        return save_plan(plan)
-
-    def begin(self, job: PreferenceSetup, session: TrainingSession) -> None:
-        """Nothing is to be prepared."""
-
     def steps(self, job: PreferenceSetup, trainers: TrainerGroup) -> RewardModelSteps:
         return RewardModelSteps(job, trainers)
 
@@ -76,9 +67,11 @@ class RewardModelSteps:
     def __init__(self, job: PreferenceSetup, trainers: TrainerGroup) -> None:
         self._job, self._trainers = job, trainers
         self._loss = ScoreLoss(job.config.algo.reward_model.center_coef)
-        self.evaluator: RewardModelEvaluator | None = None
+        self.evaluator: HeldOutEvaluator | None = None
         if job.held_out is not None:
-            self.evaluator = RewardModelEvaluator(job, job.held_out, trainers, self._loss)
+            batch = evaluated_batch(job.config, job.held_out, trainers.dp_size)
+            measure = partial(self._update, batch, scored_sequences(batch), None)
+            self.evaluator = HeldOutEvaluator(job, measure)
 
     def run(self, step: int) -> StepReport:
         """Update the model once on the pairs of a step."""
@@ -86,47 +79,16 @@ class RewardModelSteps:
         indices = job.order.of_step(step).tolist()
         batch = make_batch(job.train, indices, len(indices))
         sequences = scored_sequences(batch)
-        request = UpdateRequest(self._loss, job.schedule.at(step), "critic", batch.total_weight)
-        metrics = self._trainers.update(request, sequences, job.limits, rows=batch.rows)
+        metrics = self._update(batch, sequences, job.schedule.at(step))
         num_scores = len(sequences.token_ids)
         return step_report(job, step + 1, sequences, num_scores, metrics, start_time)
 
-
-class RewardModelEvaluator:
-    """Evaluator of the loss and the accuracy on held-out pairs."""
-
-    is_loss = True
-
-    def __init__(
-        self,
-        job: PreferenceSetup,
-        held_out: PreferenceRows,
-        trainers: TrainerGroup,
-        loss: ScoreLoss,
-    ) -> None:
-        self._job, self._trainers, self._loss = job, trainers, loss
-        count = min(len(held_out), job.config.eval.prompts or len(held_out))
-        num_filled = count + -count % trainers.dp_size
-        self._batch = make_batch(held_out, range(count), num_filled)
-
-    def is_due(self, step: int) -> bool:
-        """Return True every `eval.every_steps` steps and after the last step."""
-        return is_evaluation_due(self._job.config, step, self._job.num_steps)
-
-    def evaluate(self, report: StepReport) -> StepReport:
-        """Compute the metrics of the held-out pairs; return the report of the step with them."""
-        start_time, batch = time.perf_counter(), self._batch
-        request = UpdateRequest(self._loss, None, "critic", batch.total_weight)
-        metrics = self._trainers.update(
-            request, scored_sequences(batch), self._job.limits, rows=batch.rows
-        )
-        evaluated = {f"eval/{name}": value for name, value in metrics.items()}
-        seconds = {**report.seconds, "eval": time.perf_counter() - start_time}
-        return replace(report, metrics={**report.metrics, **evaluated}, seconds=seconds)
-
-    def value(self, report: StepReport) -> float:
-        """Return the mean loss of the held-out pairs."""
-        return report.metrics["eval/loss"]
+    def _update(
+        self, batch: PreferenceBatch, sequences: Sequences, lr: float | None
+    ) -> dict[str, float]:
+        """Update the model once, or only compute the metrics without a learning rate."""
+        request = UpdateRequest(self._loss, lr, "critic", batch.total_weight)
+        return self._trainers.update(request, sequences, self._job.limits, rows=batch.rows)
 
 
 def scored_sequences(batch: PreferenceBatch) -> Sequences:

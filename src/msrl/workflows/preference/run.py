@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 
 from msrl.config.schema import Config
 from msrl.data.order import BlendOrder, RowOrder
@@ -15,12 +17,12 @@ from msrl.registry import own
 from msrl.tracking.plots import CURVES
 from msrl.trainer.objective.preference import PreferenceLoss
 from msrl.trainer.objective.requests import UpdateRequest
-from msrl.trainer.settings import RankSettings
 from msrl.types import StepReport
 from msrl.workflows.preference.batches import (
     PreferenceBatch,
     Sums,
     answer_logprobs,
+    evaluated_batch,
     make_batch,
     unrelated_sides,
 )
@@ -35,11 +37,13 @@ from msrl.workflows.preference.rows import PreferenceRows, checked_rows, row_ord
 from msrl.workflows.training import supervised
 from msrl.workflows.training.data_checks import check_reference_tokenizer
 from msrl.workflows.training.session import TrainingSession
-from msrl.workflows.training.settings import rank_settings
-from msrl.workflows.training.supervised import SupervisedSetup, is_evaluation_due, step_report
-from msrl.workflows.training.train_worker import SavePlan
+from msrl.workflows.training.supervised import (
+    HeldOutEvaluator,
+    SupervisedSetup,
+    SupervisedTask,
+    step_report,
+)
 from msrl.workflows.training.trainer_group import TrainerGroup
-from msrl.workflows.training.trainers import save_plan
 
 PreferenceSetup = SupervisedSetup[PreferenceRows]
 
@@ -62,7 +66,7 @@ def prepare(plan: RunPlan, platform: Platform) -> PreferenceSetup:
     return supervised.prepare(plan, platform, PreferenceTask(plan))
 
 
-class PreferenceTask:
+class PreferenceTask(SupervisedTask[PreferenceRows]):
     """Training on pairs or labeled answers."""
 
     curves = CURVES["train-dpo"]
@@ -77,12 +81,6 @@ class PreferenceTask:
 
     def order(self, config: Config, rows: PreferenceRows) -> RowOrder | BlendOrder:
         return row_order(config, rows)
-
-    def settings(self, plan: RunPlan, platform: Platform) -> RankSettings:
-        return rank_settings(plan, platform.name)
-
-    def saves(self, plan: RunPlan) -> SavePlan:
-        return save_plan(plan)
 
     def begin(self, job: PreferenceSetup, session: TrainingSession) -> None:
         """Read or compute the reference's log-probabilities, if they are precomputed."""
@@ -111,9 +109,12 @@ class PreferenceSteps:
             own.located(loss.name), loss.beta, loss.sft_coef, options=dict(loss.options)
         )
         self._reference = self.reference(job.train)
-        self.evaluator: PreferenceEvaluator | None = None
+        self.evaluator: HeldOutEvaluator | None = None
         if job.held_out is not None:
-            self.evaluator = PreferenceEvaluator(job, job.held_out, self, trainers.dp_size)
+            batch = evaluated_batch(job.config, job.held_out, trainers.dp_size)
+            # The reference does not change.
+            reference = functools.cache(partial(self.reference(job.held_out), batch))
+            self.evaluator = HeldOutEvaluator(job, lambda: self._evaluate(batch, reference()))
 
     def run(self, step: int) -> StepReport:
         """Update the model once on the rows of a step."""
@@ -129,7 +130,7 @@ class PreferenceSteps:
         metrics, num_tokens = self._report_values(metrics, loss), batch.num_loss_tokens
         return step_report(job, step + 1, sequences, num_tokens, metrics, start_time, stages)
 
-    def evaluate(self, batch: PreferenceBatch, reference: Sums | None) -> dict[str, float]:
+    def _evaluate(self, batch: PreferenceBatch, reference: Sums | None) -> dict[str, float]:
         """Return the metrics of a batch without an update."""
         loss = self._with_baseline(batch)
         request = UpdateRequest(loss, lr=None, divisor=batch.total_weight)
@@ -179,37 +180,3 @@ class PreferenceSteps:
         if len(rewards) == len(shares):
             rewards["margin"] = rewards["desirable_reward"] - rewards["undesirable_reward"]
         return {**reported, **rewards, "baseline": loss.baseline}
-
-
-class PreferenceEvaluator:
-    """Evaluator of the preference loss on held-out rows."""
-
-    is_loss = True
-
-    def __init__(
-        self, job: PreferenceSetup, held_out: PreferenceRows, steps: PreferenceSteps, dp_size: int
-    ) -> None:
-        self._job, self._steps = job, steps
-        count = min(len(held_out), job.config.eval.prompts or len(held_out))
-        num_filled = count + -count % dp_size  # all data-parallel ranks need as many rows
-        self._batch = make_batch(held_out, range(count), num_filled)
-        self._look_up = steps.reference(held_out)
-        self._reference: Sums | None = None
-
-    def is_due(self, step: int) -> bool:
-        """Return True every `eval.every_steps` steps and after the last step."""
-        return is_evaluation_due(self._job.config, step, self._job.num_steps)
-
-    def evaluate(self, report: StepReport) -> StepReport:
-        """Compute the metrics of the held-out rows; return the report of the step with them."""
-        start_time = time.perf_counter()
-        if self._reference is None:  # the reference does not change
-            self._reference = self._look_up(self._batch)
-        metrics = self._steps.evaluate(self._batch, self._reference)
-        evaluated = {f"eval/{name}": value for name, value in metrics.items()}
-        seconds = {**report.seconds, "eval": time.perf_counter() - start_time}
-        return replace(report, metrics={**report.metrics, **evaluated}, seconds=seconds)
-
-    def value(self, report: StepReport) -> float:
-        """Return the mean loss of the held-out rows."""
-        return report.metrics["eval/loss"]

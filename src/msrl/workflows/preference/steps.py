@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 
@@ -20,28 +21,28 @@ from msrl.data.rows.steps import reward_token_ids
 from msrl.data.tokenizer import open_tokenizer
 from msrl.errors import MsrlError
 from msrl.plan.run_plan import RunPlan
-from msrl.platforms.base import Platform
 from msrl.tracking.plots import CURVES
 from msrl.trainer.objective.requests import UpdateRequest
 from msrl.trainer.objective.steps import LABEL, StepLoss
-from msrl.trainer.settings import RankSettings
 from msrl.types import Floats, Ints, RenderedExample, StepReport
 from msrl.workflows.sft.batches import Batch, make_batch
 from msrl.workflows.sft.rows import MixedRows
 from msrl.workflows.sft.run import check_and_note, check_dataset, data_prefixes
 from msrl.workflows.sft.setup import ExampleRows, example_rows, row_order
-from msrl.workflows.training.session import TrainingSession
-from msrl.workflows.training.settings import rank_settings
-from msrl.workflows.training.supervised import SupervisedSetup, is_evaluation_due, step_report
-from msrl.workflows.training.train_worker import SavePlan
+from msrl.workflows.training.supervised import (
+    HeldOutEvaluator,
+    SupervisedSetup,
+    SupervisedTask,
+    num_evaluated,
+    step_report,
+)
 from msrl.workflows.training.trainer_group import TrainerGroup
-from msrl.workflows.training.trainers import save_plan
 
 StepSetup = SupervisedSetup[ExampleRows]
 _KEY = "algo.reward_model.reward_tokens"
 
 
-class StepTask:
+class StepTask(SupervisedTask[ExampleRows]):
     """Training of a process reward model."""
 
     curves = CURVES["train-rm"]
@@ -59,15 +60,6 @@ class StepTask:
     def order(self, config: Config, rows: ExampleRows) -> RowOrder | BlendOrder:
         return row_order(config, rows)
 
-    def settings(self, plan: RunPlan, platform: Platform) -> RankSettings:
-        return rank_settings(plan, platform.name)
-
-    def saves(self, plan: RunPlan) -> SavePlan:
-        return save_plan(plan)
-
-    def begin(self, job: StepSetup, session: TrainingSession) -> None:
-        """Nothing is to be prepared."""
-
     def steps(self, job: StepSetup, trainers: TrainerGroup) -> StepRewardSteps:
         return StepRewardSteps(job, trainers)
 
@@ -78,9 +70,10 @@ class StepRewardSteps:
     def __init__(self, job: StepSetup, trainers: TrainerGroup) -> None:
         self._job, self._trainers = job, trainers
         self._loss = StepLoss(_token_ids(job.plan))
-        self.evaluator: StepEvaluator | None = None
+        self.evaluator: HeldOutEvaluator | None = None
         if job.held_out is not None:
-            self.evaluator = StepEvaluator(job, job.held_out, trainers, self._loss)
+            batch = self._held_out_batch(job.held_out)
+            self.evaluator = HeldOutEvaluator(job, partial(self._update, batch, None))
 
     def run(self, step: int) -> StepReport:
         """Update the model once on the rows of a step."""
@@ -90,44 +83,23 @@ class StepRewardSteps:
         batch = step_batch(examples, self._loss.token_ids)
         metrics = dict[str, float]()
         if batch.num_loss_tokens:
-            request = UpdateRequest(self._loss, job.schedule.at(step))
-            metrics = self._trainers.update(request, batch.sequences, job.limits, rows=batch.rows)
+            metrics = self._update(batch, job.schedule.at(step))
         return step_report(
             job, step + 1, batch.sequences, batch.num_loss_tokens, metrics, start_time
         )
 
+    def _update(self, batch: Batch, lr: float | None) -> dict[str, float]:
+        """Update the model once, or only compute the metrics without a learning rate."""
+        request, limits = UpdateRequest(self._loss, lr), self._job.limits
+        return self._trainers.update(request, batch.sequences, limits, rows=batch.rows)
 
-class StepEvaluator:
-    """Evaluator of the loss and the accuracy on held-out steps."""
-
-    is_loss = True
-
-    def __init__(
-        self, job: StepSetup, held_out: ExampleRows, trainers: TrainerGroup, loss: StepLoss
-    ) -> None:
-        self._job, self._trainers, self._loss = job, trainers, loss
-        count = min(len(held_out), job.config.eval.prompts or len(held_out))
+    def _held_out_batch(self, held_out: ExampleRows) -> Batch:
+        """Return the batch of the held-out rows, filled up for the data-parallel ranks."""
+        count = num_evaluated(self._job.config, held_out)
         examples = [held_out.examples(index) for index in range(count)]
         unlabeled = [replace(each, loss_mask=each.loss_mask & False) for each in examples[0]]
-        fillers = [unlabeled] * (-count % trainers.dp_size)
-        self._batch = step_batch([*examples, *fillers], loss.token_ids)
-
-    def is_due(self, step: int) -> bool:
-        """Return True every `eval.every_steps` steps and after the last step."""
-        return is_evaluation_due(self._job.config, step, self._job.num_steps)
-
-    def evaluate(self, report: StepReport) -> StepReport:
-        """Compute the metrics of the held-out steps; return the report of the step with them."""
-        start_time, batch = time.perf_counter(), self._batch
-        request = UpdateRequest(self._loss, lr=None)
-        metrics = self._trainers.update(request, batch.sequences, self._job.limits, rows=batch.rows)
-        evaluated = {f"eval/{name}": value for name, value in metrics.items()}
-        seconds = {**report.seconds, "eval": time.perf_counter() - start_time}
-        return replace(report, metrics={**report.metrics, **evaluated}, seconds=seconds)
-
-    def value(self, report: StepReport) -> float:
-        """Return the mean loss of the held-out steps."""
-        return report.metrics["eval/loss"]
+        fillers = [unlabeled] * (-count % self._trainers.dp_size)
+        return step_batch([*examples, *fillers], self._loss.token_ids)
 
 
 def step_batch(rows: Sequence[Sequence[RenderedExample]], token_ids: Sequence[int]) -> Batch:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import itertools
 import math
-import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from msrl.algorithms.aggregate import AveragingGroup
 from msrl.algorithms.averaging_groups import consecutive_groups
@@ -15,9 +14,9 @@ from msrl.config.sections.algo import AggregateConfig
 from msrl.trainer.objective.batches import num_loss_tokens, with_weights
 from msrl.trainer.objective.losses import SftLoss
 from msrl.trainer.objective.requests import UpdateRequest
-from msrl.types import Floats, StepReport
+from msrl.types import Floats
 from msrl.workflows.sft.setup import SftRows, SftSetup
-from msrl.workflows.training.supervised import is_evaluation_due
+from msrl.workflows.training.supervised import num_evaluated
 from msrl.workflows.training.trainer_group import TrainerGroup
 
 LOSS = SftLoss()
@@ -60,41 +59,21 @@ def _field(rows: Sequence[Sequences], name: str) -> tuple[Floats, ...]:
     return tuple(values for row in rows for values in row.fields[name])
 
 
-class HeldOutEvaluator:
-    """Evaluator of the loss on held-out rows."""
+def held_out_metrics(job: SftSetup, held_out: SftRows, trainers: TrainerGroup) -> dict[str, float]:
+    """Return the mean loss per held-out token, and the perplexity."""
+    batch = _held_out_batch(held_out, num_evaluated(job.config, held_out), trainers.dp_size)
+    request = UpdateRequest(LOSS, lr=None)
+    loss = trainers.update(request, batch.sequences, job.limits, rows=batch.rows)["loss"]
+    return {"loss": loss, "perplexity": math.exp(min(loss, 700.0))}
 
-    is_loss = True
 
-    def __init__(self, job: SftSetup, held_out: SftRows, trainers: TrainerGroup) -> None:
-        self._job, self._held_out, self._trainers = job, held_out, trainers
+def _held_out_batch(held_out: SftRows, count: int, dp_size: int) -> Batch:
+    """Return the batch of the first `count` held-out rows.
 
-    def is_due(self, step: int) -> bool:
-        """Return True every `eval.every_steps` steps and after the last step."""
-        return is_evaluation_due(self._job.config, step, self._job.num_steps)
-
-    def evaluate(self, report: StepReport) -> StepReport:
-        """Compute the loss; return the report of the step with it."""
-        start_time = time.perf_counter()
-        batch, limits = self._batch(), self._job.limits
-        request = UpdateRequest(LOSS, lr=None)
-        measured = self._trainers.update(request, batch.sequences, limits, rows=batch.rows)
-        loss = measured["loss"]
-        metrics = {"eval/loss": loss, "eval/perplexity": math.exp(min(loss, 700.0))}
-        seconds = {**report.seconds, "eval": time.perf_counter() - start_time}
-        return replace(report, metrics={**report.metrics, **metrics}, seconds=seconds)
-
-    def value(self, report: StepReport) -> float:
-        """Return the mean loss per held-out token."""
-        return report.metrics["eval/loss"]
-
-    def _batch(self) -> Batch:
-        """Return the batch of the held-out rows.
-
-        All data-parallel ranks need the same number of rows, so copies of the first one with an
-        empty loss mask are added.
-        """
-        count = min(len(self._held_out), self._job.config.eval.prompts or len(self._held_out))
-        rows = self._held_out.sequences(range(count))
-        empty_masks = tuple(mask & False for mask in rows[0].loss_masks)
-        padding = Sequences(rows[0].token_ids, empty_masks, {})
-        return make_batch([*rows, *[padding] * (-count % self._trainers.dp_size)])
+    All data-parallel ranks need the same number of rows, so copies of the first one with an empty
+    loss mask are added.
+    """
+    rows = held_out.sequences(range(count))
+    empty_masks = tuple(mask & False for mask in rows[0].loss_masks)
+    padding = Sequences(rows[0].token_ids, empty_masks, {})
+    return make_batch([*rows, *[padding] * (-count % dp_size)])

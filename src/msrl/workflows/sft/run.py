@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+from functools import partial
 
 from msrl.config.schema import Config
 from msrl.data.dataset import SftDataset, TextDataset
@@ -12,19 +13,14 @@ from msrl.plan.run_plan import RunPlan
 from msrl.platforms.base import Platform
 from msrl.tracking.plots import CURVES
 from msrl.trainer.objective.requests import UpdateRequest
-from msrl.trainer.settings import RankSettings
 from msrl.types import StepReport
-from msrl.workflows.sft.batches import LOSS, HeldOutEvaluator, make_batch, with_aggregation
+from msrl.workflows.sft.batches import LOSS, held_out_metrics, make_batch, with_aggregation
 from msrl.workflows.sft.setup import SftRows, SftSetup, check_lengths, row_order, training_rows
 from msrl.workflows.sft.text_rows import weights_by_name
 from msrl.workflows.training import supervised
 from msrl.workflows.training.data_checks import check_data, verify_data
-from msrl.workflows.training.session import TrainingSession
-from msrl.workflows.training.settings import rank_settings
-from msrl.workflows.training.supervised import step_report
-from msrl.workflows.training.train_worker import SavePlan
+from msrl.workflows.training.supervised import HeldOutEvaluator, SupervisedTask, step_report
 from msrl.workflows.training.trainer_group import TrainerGroup
-from msrl.workflows.training.trainers import save_plan
 
 
 def run(plan: RunPlan) -> None:
@@ -45,7 +41,7 @@ def prepare(plan: RunPlan, platform: Platform) -> SftSetup:
     return supervised.prepare(plan, platform, SftTask())
 
 
-class SftTask:
+class SftTask(SupervisedTask[SftRows]):
     """Training on examples or text."""
 
     curves = CURVES["train-sft"]
@@ -55,15 +51,6 @@ class SftTask:
 
     def order(self, config: Config, rows: SftRows) -> RowOrder | BlendOrder:
         return row_order(config, rows)
-
-    def settings(self, plan: RunPlan, platform: Platform) -> RankSettings:
-        return rank_settings(plan, platform.name)
-
-    def saves(self, plan: RunPlan) -> SavePlan:
-        return save_plan(plan)
-
-    def begin(self, job: SftSetup, session: TrainingSession) -> None:
-        """Nothing is to be prepared."""
 
     def steps(self, job: SftSetup, trainers: TrainerGroup) -> SftSteps:
         return SftSteps(job, trainers)
@@ -76,7 +63,8 @@ class SftSteps:
         self._job, self._trainers = job, trainers
         self.evaluator: HeldOutEvaluator | None = None
         if job.held_out is not None:
-            self.evaluator = HeldOutEvaluator(job, job.held_out, trainers)
+            measure = partial(held_out_metrics, job, job.held_out, trainers)
+            self.evaluator = HeldOutEvaluator(job, measure)
 
     def run(self, step: int) -> StepReport:
         """Update the model once on the rows of a step."""

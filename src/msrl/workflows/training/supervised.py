@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Generic, Protocol, TypeVar
 
 from msrl.algorithms.packing import Sequences
@@ -34,11 +35,11 @@ from msrl.workflows.training.settings import (
     check_order,
     checkpoint_to_resume,
     order_state,
+    rank_settings,
     schedule,
 )
-from msrl.workflows.training.train_worker import SavePlan
 from msrl.workflows.training.trainer_group import TrainerGroup
-from msrl.workflows.training.trainers import open_trainers
+from msrl.workflows.training.trainers import open_trainers, save_plan
 
 
 class RowSource(Protocol):
@@ -97,41 +98,65 @@ class SupervisedSteps(Protocol):
         ...
 
 
-class SupervisedTask(Protocol[RowsT]):
+class HeldOutEvaluator:
+    """Evaluator of the loss on held-out rows, whose metrics `measure` returns."""
+
+    is_loss = True
+
+    def __init__(
+        self, job: SupervisedSetup[Any], measure: Callable[[], Mapping[str, float]]
+    ) -> None:
+        self._job, self._measure = job, measure
+
+    def is_due(self, step: int) -> bool:
+        """Return True every `eval.every_steps` steps and after the last step."""
+        return is_evaluation_due(self._job.config, step, self._job.num_steps)
+
+    def evaluate(self, report: StepReport) -> StepReport:
+        """Compute the metrics; return the report of the step with them."""
+        start_time = time.perf_counter()
+        metrics = {f"eval/{name}": value for name, value in self._measure().items()}
+        seconds = {**report.seconds, "eval": time.perf_counter() - start_time}
+        return replace(report, metrics={**report.metrics, **metrics}, seconds=seconds)
+
+    def value(self, report: StepReport) -> float:
+        """Return the mean loss."""
+        return report.metrics["eval/loss"]
+
+
+def num_evaluated(config: Config, held_out: RowSource) -> int:
+    """Return the number of held-out rows of an evaluation."""
+    return min(len(held_out), config.eval.prompts or len(held_out))
+
+
+class SupervisedTask(ABC, Generic[RowsT]):
     """Rows, ranks and steps of a training on rows."""
 
-    @property
-    def curves(self) -> Sequence[str]:
-        """Metrics to plot."""
-        ...
+    curves: Sequence[str]
+    """Metrics to plot."""
 
+    @abstractmethod
     def open_rows(self, plan: RunPlan) -> tuple[RowsT, RowsT | None]:
         """Return the rows to train on and the held-out rows, if any; print notes on them.
 
         Raises:
             MsrlError: They do not fit the model or the configuration.
         """
-        ...
 
+    @abstractmethod
     def order(self, config: Config, rows: RowsT) -> RowOrder | BlendOrder:
         """Return the order in which steps read the rows."""
-        ...
 
     def settings(self, plan: RunPlan, platform: Platform) -> RankSettings:
         """Return the settings of the training ranks."""
-        ...
-
-    def saves(self, plan: RunPlan) -> SavePlan:
-        """Return the settings for saving checkpoints."""
-        ...
+        return rank_settings(plan, platform.name)
 
     def begin(self, job: SupervisedSetup[RowsT], session: TrainingSession) -> None:
         """Prepare the training before its ranks start."""
-        ...
 
+    @abstractmethod
     def steps(self, job: SupervisedSetup[RowsT], trainers: TrainerGroup) -> SupervisedSteps:
         """Return the steps on started ranks."""
-        ...
 
 
 def run(plan: RunPlan, task: SupervisedTask[RowsT]) -> None:
@@ -158,7 +183,7 @@ def run(plan: RunPlan, task: SupervisedTask[RowsT]) -> None:
             f"Starting {count} on {platform.name}. The run is written to {session.run_dir}"
         )
         with open_trainers(plan.config, job.settings, platform) as trainers:
-            saves = task.saves(plan)
+            saves = save_plan(plan)
             trainers.start(job.resume, saves)
             session.run(
                 lambda _: _train(job, task, trainers, session),
