@@ -60,7 +60,6 @@ class WeightSource(ABC):
         layout: ParallelLayout,
         at: Coords,
         dtype: torch.dtype | None = None,
-        vocab_multiple: int | None = None,
     ) -> Iterator[tuple[str, Tensor]]:
         """Yield the tensors of one rank under Megatron's local names, in network order.
 
@@ -70,7 +69,7 @@ class WeightSource(ABC):
             ManyErrors: The parallel layout does not divide the model.
         """
         layout.check(self.shape)
-        padded = padded_vocab_size(self.shape, layout.tp, vocab_multiple)
+        padded = padded_vocab_size(self.shape, layout.tp)
         for tensor in stage_tensors(self.shape, layout, at):
             shard = self.shard(tensor.rule, tensor.shard, tensor.num_shards, padded)
             target_dtype = cast_to(tensor.rule, dtype)

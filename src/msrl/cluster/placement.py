@@ -124,13 +124,11 @@ def plan(
     devices_per_node: int,
     num_nodes: int = 1,
     *,
-    colocate: bool = True,
     resource: str,
 ) -> Placement:
     """Place the workers of `roles` on `num_nodes` nodes of `devices_per_node` devices each.
 
-    Colocated roles all start at the first device and share devices. Otherwise each role gets
-    separate devices, after the devices of the previous role. A worker that does not fit into the
+    All roles start at the first device and share devices. A worker that does not fit into the
     remaining devices of a node starts on the next one.
 
     A role with `is_separate` gets further nodes of at most as many devices. A machine with enough
@@ -140,14 +138,13 @@ def plan(
         MsrlError: The workers do not fit. The message compares the needed and the available
             devices.
     """
-    _check(roles, devices_per_node, num_nodes)
-    planned: list[RolePlan] = []
-    start = 0
-    for role in (role for role in roles if not role.is_separate):
-        starts = _starts(role, 0 if colocate else start, devices_per_node)
-        start = starts[-1] + role.devices_per_worker
-        planned.append(_role_plan(role, starts, devices_per_node))
-    _check_fits(planned, devices_per_node, num_nodes, colocate)
+    _check_devices(roles, devices_per_node)
+    planned = [
+        _role_plan(role, _starts(role, 0, devices_per_node), devices_per_node)
+        for role in roles
+        if not role.is_separate
+    ]
+    _check_fits(planned, devices_per_node, num_nodes)
     first_node = 1 + max((node for role in planned for node in role.nodes), default=-1)
     for role in (role for role in roles if role.is_separate):
         size = max(devices_per_node, role.devices_per_worker)
@@ -156,24 +153,8 @@ def plan(
     return Placement(resource, _node_plans(planned), tuple(planned), _assignments(planned))
 
 
-def _check(roles: Sequence[Role], devices_per_node: int, num_nodes: int) -> None:
-    if devices_per_node < 1 or num_nodes < 1:
-        raise MsrlError(
-            f"cluster: {num_nodes} node(s) of {devices_per_node} device(s): at least one of "
-            "each is required."
-        )
-    if not roles:
-        raise MsrlError("cluster: there is no role to place. Pass at least one.")
-    names = [role.name for role in roles]
-    duplicates = [name for name in names if names.count(name) > 1]
-    if duplicates:
-        raise MsrlError(f"cluster: role {duplicates[0]} occurs twice. Pass each role once.")
+def _check_devices(roles: Sequence[Role], devices_per_node: int) -> None:
     for role in roles:
-        if role.num_workers < 1 or role.devices_per_worker < 1:
-            raise MsrlError(
-                f"cluster: {role.name}: {role.num_workers} worker(s) of "
-                f"{role.devices_per_worker} device(s): at least 1 of each is required."
-            )
         if role.devices_per_worker > devices_per_node and not role.is_separate:
             raise MsrlError(
                 f"cluster: one worker of {role.name} needs {role.devices_per_worker} devices "
@@ -206,9 +187,7 @@ def _role_plan(role: Role, starts: Sequence[int], devices_per_node: int) -> Role
     )
 
 
-def _check_fits(
-    planned: Sequence[RolePlan], devices_per_node: int, num_nodes: int, colocate: bool
-) -> None:
+def _check_fits(planned: Sequence[RolePlan], devices_per_node: int, num_nodes: int) -> None:
     needed = 1 + max((node for role in planned for node in role.nodes), default=-1)
     if needed <= num_nodes:
         return
@@ -217,13 +196,11 @@ def _check_fits(
         f"{r.num_workers * r.devices_per_worker}"
         for r in planned
     )
-    sharing = "shared" if colocate else "separate devices per role"
-    remedy = "fewer workers" if colocate else "fewer workers, or colocate the roles"
     raise MsrlError(
-        f"cluster: the run needs {needed} node(s) of {devices_per_node} device(s) ({sharing}: "
+        f"cluster: the run needs {needed} node(s) of {devices_per_node} device(s) (shared: "
         f"{needs}),"
         f" but there are {num_nodes} x {devices_per_node} = {num_nodes * devices_per_node}. "
-        f"Add nodes (msrl cluster join) or use {remedy}."
+        f"Add nodes (msrl cluster join) or use fewer workers."
     )
 
 

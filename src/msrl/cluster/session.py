@@ -67,10 +67,14 @@ class PlacedWorkers:
     placement: Placement
     groups: tuple[PlacementGroup, ...]
 
-    def options(self, role: str, worker: int) -> dict[str, Any]:
-        """Return the options of a worker's actor: no CPUs, its share of a device, its bundle."""
+    def options(self, role: str, worker: int, share: float | None = None) -> dict[str, Any]:
+        """Return the options of a worker's actor: no CPUs, its share of a device, its bundle.
+
+        `share` is another one, of a small task on the device of a worker that has ended.
+        """
         assignment = self.placement.worker(role, worker)
-        return self._options(assignment, assignment.bundle_indices[0], assignment.share)
+        share = assignment.share if share is None else share
+        return self._options(assignment, assignment.bundle_indices[0], share)
 
     def device_ids(self, role: str, worker: int) -> tuple[str, ...]:
         """Return the device ids of every bundle of a worker.
@@ -87,11 +91,6 @@ class PlacedWorkers:
             for bundle in assignment.bundle_indices
         ]
         return tuple(number for numbers in ray.get(tasks) for number in numbers)
-
-    def probe_options(self, role: str, worker: int) -> dict[str, Any]:
-        """Return the options of a small task on the first device of a worker that has ended."""
-        assignment = self.placement.worker(role, worker)
-        return self._options(assignment, assignment.bundle_indices[0], _PROBE_SHARE)
 
     def _options(self, assignment: Assignment, bundle: int, share: float) -> dict[str, Any]:
         strategy = PlacementGroupSchedulingStrategy(self.groups[assignment.node], bundle, True)
@@ -144,7 +143,8 @@ class Session:
         """
         deadline = time.monotonic() + timeout_s
         answers = [
-            _answer.options(**placed.probe_options(role, worker)).remote() for worker in workers
+            _answer.options(**placed.options(role, worker, _PROBE_SHARE)).remote()
+            for worker in workers
         ]
         while answers:
             ray_loss.check()
@@ -238,10 +238,6 @@ class Session:
         """
         return Watch(self._workers, names, heartbeats)
 
-    def keep(self, actors: Sequence[Any]) -> None:
-        """Make the session end these actors as well."""
-        self._actors.extend(actors)
-
     def nodes(self) -> tuple[NodeStatus, ...]:
         """Return every node that the cluster knows, including dead ones."""
         from ray._private.state import available_resources_per_node
@@ -321,8 +317,6 @@ def ray_session(
     num_devices: int,
     resource_name: str,
     env: Mapping[str, str] | None = None,
-    namespace: str = "msrl",
-    log_to_driver: bool = False,
     tls: state.TlsFiles | None = None,
     answer_timeout_s: float = 20.0,
     logs: Path | None = None,
@@ -340,9 +334,9 @@ def ray_session(
     if ray.is_initialized():
         raise RuntimeError("this process already has a Ray session")
     init = {
-        "namespace": namespace,
+        "namespace": "msrl",
         "runtime_env": {"env_vars": dict(env)} if env else None,
-        "log_to_driver": log_to_driver,
+        "log_to_driver": False,
         "logging_level": logging.WARNING,
     }
     opened = (

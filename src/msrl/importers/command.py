@@ -24,7 +24,6 @@ from msrl.importers.translation import Translation
 from msrl.importers.verl import files as verl
 from msrl.limits import TimeLimitError, one_line, run_within
 
-SYSTEMS = ("mindspeed-rl", "mindspeed-llm", "roll", "lightrft", "verl")
 _YAML = {
     "mindspeed-rl": mindspeed_rl,
     "mindspeed-llm": mindspeed_ray,

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from msrl.config.messages import written
 from msrl.importers.secrets import mask_secrets
 from msrl.importers.status import HEADINGS, KeyStatus
@@ -62,8 +60,3 @@ _SHORT = {
 def _position(key_result: KeyResult) -> tuple[str, int]:
     origin = key_result.entry.origin
     return origin.name, origin.line or 0
-
-
-def comments(translations: Sequence[Translation]) -> list[str]:
-    """Return the report as comments of a YAML file."""
-    return [f"# {line}" for translation in translations for line in full(translation)]

@@ -36,7 +36,6 @@ def _day(value: str) -> str:
         raise PydanticCustomError("day_form", "must be a day") from None
 
 
-Int = Annotated[int, Strict()]
 Float = Annotated[float, Strict()]
 Bool = Annotated[bool, Strict()]
 Count = Annotated[int, Strict(), Field(ge=1)]

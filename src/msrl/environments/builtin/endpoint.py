@@ -41,7 +41,6 @@ _ROLES: dict[str, Role] = {
     "assistant": "assistant",
     "tool": "tool",
 }
-_END_LIMIT_S = 5.0
 _MAX_ROW_BYTES = 100_000  # of an environment variable
 
 

@@ -159,9 +159,6 @@ class _RayGptFile:
         translation.fill_defaults(SECTIONS, (*self.megatron, *self.actor, *self.algorithm))
         return translation
 
-    def _missing(self, key: str, meaning: str) -> None:
-        self.translation.errors.append(f"{self.translation.name}: {key}: missing. Set {meaning}.")
-
     def _stage(self) -> None:
         stage = self.megatron.get("stage")
         if stage is not None and stage.value == "ray_grpo":

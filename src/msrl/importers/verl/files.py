@@ -44,7 +44,6 @@ _OTHER_PROGRAMS = {
     "main_eval": "scores of generated responses. Use `msrl eval`",
     "model_merger": "conversion of checkpoints. Use `msrl convert-ckpt mcore2hf`",
 }
-_FILLED = ("data", "actor_rollout_ref.rollout")
 
 
 def translate(

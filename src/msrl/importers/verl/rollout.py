@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from msrl.config.messages import node_at
 from msrl.config.sources import wrap
 from msrl.importers.sections import Keys, refuse_unknown
 from msrl.importers.translation import KeyStatus, SourceKey
@@ -164,12 +163,6 @@ def _put_sampling(keys: Keys) -> None:
     keys.record("do_sample", KeyStatus.APPLIED, "eval.sampling")
     for key in ("temperature", "top_p", "top_k"):
         keys.record(key, KeyStatus.SAME, "greedy decoding takes the most likely token")
-
-
-def has_evaluation(sections: Sections) -> bool:
-    """Return True if the translated run evaluates."""
-    tree = sections.translation.tree
-    return any(node_at(tree, ["eval", name]) for name in ("every_steps", "at_start"))
 
 
 _ROUTING = ("disabled", "R2", "R3")

@@ -13,7 +13,6 @@ protects against faults, not against attackers.
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -128,15 +127,6 @@ def differences(expected: Digests, actual: Digests) -> list[str]:
     return sorted(
         name for name in expected.keys() | actual.keys() if expected.get(name) != actual.get(name)
     )
-
-
-def version_digest(digests: Digests) -> str:
-    """Return the digest of all tensors as 32 hexadecimal digits."""
-    lines = [
-        f"{name} {digest.dtype} {list(digest.shape)} {digest.value:016x}\n"
-        for name, digest in sorted(digests.items())
-    ]
-    return hashlib.blake2b("".join(lines).encode(), digest_size=16).hexdigest()
 
 
 def _digest(tensor: Tensor) -> TensorDigest:
