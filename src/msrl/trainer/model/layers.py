@@ -36,6 +36,31 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
+def column_parallel(config: TransformerConfig, inputs: int, outputs: int) -> ColumnParallelLinear:
+    """Return a linear layer without bias whose outputs tensor-parallel ranks share."""
+    return ColumnParallelLinear(
+        inputs, outputs, config=config, init_method=_no_init, bias=False, gather_output=False
+    )
+
+
+def output_projection(config: TransformerConfig, inputs: int) -> RowParallelLinear:
+    """Return the linear layer after a mixer, whose inputs tensor-parallel ranks share."""
+    return RowParallelLinear(
+        inputs,
+        config.hidden_size,
+        config=config,
+        init_method=_no_init,
+        bias=False,
+        input_is_parallel=True,
+        skip_bias_add=True,
+    )
+
+
+def _no_init(weight: Tensor) -> Any:
+    """Skip the initialization, since weights are always loaded."""
+    return weight
+
+
 class RmsNorm(torch.nn.Module):
     """Root-mean-square norm that also works under sequence parallelism (arXiv:1910.07467).
 

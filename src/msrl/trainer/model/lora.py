@@ -49,6 +49,7 @@ from msrl.trainer.model.build import mark_expert_copy, mark_shard
 # Megatron's name of the weight, with global layer numbers, and "A", "B" or `COMPLETE`.
 Key = tuple[str, str]
 COMPLETE = ""  # in place of a factor: the weight itself is trained
+_Product = Callable[[Any, Tensor, Tensor, Tensor], Tensor]  # B A x of a layer, x, A and B
 
 
 class _Factor(torch.nn.Module):
@@ -157,14 +158,22 @@ class Adapters:
             )
             _mark(adapted, factor)
         self._mask(adapted)
-        linear.register_forward_hook(self._select_hook(placed))
+        linear.register_forward_hook(functools.partial(self._add, self._select_product(placed)))
 
-    def _select_hook(self, placed: StageTensor) -> Callable[[Any, tuple[Tensor, ...], Any], Any]:
+    def _select_product(self, placed: StageTensor) -> _Product:
         if placed.rule.expert is not None:
-            return functools.partial(self._expert_hook, is_row=_is_row(placed.layout))
+            return functools.partial(self._expert_product, is_row=_is_row(placed.layout))
         if isinstance(placed.layout, Replicated):
-            return self._replicated_hook
-        return self._row_hook if _is_row(placed.layout) else self._column_hook
+            return self._replicated_product
+        return self._row_product if _is_row(placed.layout) else self._column_product
+
+    def _add(self, product: _Product, linear: Any, inputs: tuple[Tensor, ...], output: Any) -> Any:
+        """Add the adapter to the output of a layer, which is a tensor or a tensor and a bias."""
+        factors = self._factors(linear)
+        if factors is None:
+            return output
+        added = self.scale * product(linear, inputs[0], *factors)
+        return (output[0] + added, output[1]) if isinstance(output, tuple) else output + added
 
     def _mask(self, adapted: Adapted) -> None:
         """Keep the rows of B at zero that belong to layers fused with an adapted one."""
@@ -202,66 +211,45 @@ class Adapters:
         with tracker.fork(*draws):
             return F.dropout(x, self.settings.dropout)
 
-    def _column_hook(
-        self, linear: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, Any]
-    ) -> tuple[Tensor, Any]:
-        factors = self._factors(linear)
-        if factors is None:
-            return output
-        a, b = factors
+    def _column_product(self, linear: Any, x: Tensor, a: Tensor, b: Tensor) -> Tensor:
         is_split = linear.config.sequence_parallel
-        low = F.linear(self._apply_dropout(linear, inputs[0], is_split=is_split), a)
+        low = F.linear(self._apply_dropout(linear, x, is_split=is_split), a)
         low = (
             gather_from_sequence_parallel_region(low)
             if is_split
             else copy_to_tensor_model_parallel_region(low)
         )
-        return output[0] + self.scale * F.linear(low, b), output[1]
+        return F.linear(low, b)
 
-    def _row_hook(
-        self, linear: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, Any]
-    ) -> tuple[Tensor, Any]:
-        factors = self._factors(linear)
-        if factors is None:
-            return output
-        a, b = factors
-        low = F.linear(self._apply_dropout(linear, inputs[0], is_split=True), a)
+    def _row_product(self, linear: Any, x: Tensor, a: Tensor, b: Tensor) -> Tensor:
+        low = F.linear(self._apply_dropout(linear, x, is_split=True), a)
         reduce = (
             reduce_scatter_to_sequence_parallel_region
             if linear.config.sequence_parallel
             else reduce_from_tensor_model_parallel_region
         )
-        return output[0] + self.scale * F.linear(reduce(low), b), output[1]
+        return F.linear(reduce(low), b)
 
-    def _replicated_hook(self, linear: Any, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
-        factors = self._factors(linear)
-        if factors is None:
-            return output
-        a, b = factors
+    def _replicated_product(self, linear: Any, x: Tensor, a: Tensor, b: Tensor) -> Tensor:
         is_split = linear.config.sequence_parallel
-        low = F.linear(self._apply_dropout(linear, inputs[0], is_split=is_split), a)
-        return output + self.scale * F.linear(low, b)
+        return F.linear(F.linear(self._apply_dropout(linear, x, is_split=is_split), a), b)
 
-    def _expert_hook(
-        self, linear: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, Any], *, is_row: bool
-    ) -> tuple[Tensor, Any]:
-        """Add the adapter of an expert.
+    def _expert_product(
+        self, linear: Any, x: Tensor, a: Tensor, b: Tensor, *, is_row: bool
+    ) -> Tensor:
+        """Return the product of the adapter of an expert.
 
         The shards of an expert see the same tokens and the dispatcher sums their outputs, so each
         contributes to the gradient of the factor that all of them hold.
         """
-        factors = self._factors(linear)
-        if factors is None:
-            return output
-        a, b = factors
         if is_row:
             b = copy_to_tensor_model_parallel_region(b, linear.tp_group)
         else:
             a = copy_to_tensor_model_parallel_region(a, linear.tp_group)
         x = self._apply_dropout(
-            linear, inputs[0], is_split=True, draws=(get_expert_parallel_rng_tracker_name(),)
+            linear, x, is_split=True, draws=(get_expert_parallel_rng_tracker_name(),)
         )
-        return output[0] + self.scale * F.linear(F.linear(x, a), b), output[1]
+        return F.linear(F.linear(x, a), b)
 
     def _factors(self, linear: Any) -> tuple[Tensor, Tensor] | None:
         """Return the A and B that a layer adds at present; None if it adds nothing."""

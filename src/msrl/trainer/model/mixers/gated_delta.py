@@ -19,6 +19,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, cast
 
 import numpy as np
@@ -26,7 +27,7 @@ import torch
 import torch.nn.functional as F
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel import copy_to_tensor_model_parallel_region
-from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
@@ -34,6 +35,7 @@ from torch.utils.checkpoint import checkpoint
 
 from msrl.models.shape import DeltaNet
 from msrl.trainer.model.context import join_heads, own_heads, split_heads
+from msrl.trainer.model.layers import column_parallel, output_projection
 from msrl.trainer.model.packed import PackedSequences
 
 _CHUNK = 64
@@ -82,27 +84,19 @@ class GatedDeltaNet(MegatronModule):
         tp = parallel_state.get_tensor_model_parallel_world_size()
         self.num_key_heads, num_heads = delta.num_key_heads // tp, delta.num_value_heads
         mixed, gate = 2 * delta.key_channels + delta.value_channels, delta.value_channels
+        column = partial(column_parallel, config, config.hidden_size)
         if delta.is_fused:
-            self.linear_qkvz = _column(config, mixed + gate)
-            self.linear_ba = _column(config, 2 * num_heads)
+            self.linear_qkvz, self.linear_ba = column(mixed + gate), column(2 * num_heads)
         else:
-            self.linear_qkv, self.linear_z = _column(config, mixed), _column(config, gate)
-            self.linear_b, self.linear_a = _column(config, num_heads), _column(config, num_heads)
+            self.linear_qkv, self.linear_z = column(mixed), column(gate)
+            self.linear_b, self.linear_a = column(num_heads), column(num_heads)
         self.conv1d = _Weight((mixed // tp, 1, delta.kernel_size), config.params_dtype)
         self.dt_bias, self.A_log = (
             torch.nn.Parameter(torch.empty(num_heads // tp, dtype=config.params_dtype))
             for _ in range(2)
         )
         self.out_norm = _Weight((delta.value_head_dim,), config.params_dtype)
-        self.linear_proj = RowParallelLinear(
-            gate,
-            config.hidden_size,
-            config=config,
-            init_method=_no_init,
-            bias=False,
-            input_is_parallel=True,
-            skip_bias_add=True,
-        )
+        self.linear_proj = output_projection(config, gate)
 
     def forward(
         self,
@@ -276,19 +270,3 @@ def _gated_norm(
     heads, gates = (y.float().unflatten(-1, (-1, len(weight))) for y in (x, gate))
     normed = F.rms_norm(heads, (len(weight),), weight.float(), eps)
     return (normed * F.silu(gates)).to(x.dtype).flatten(1).unsqueeze(1)
-
-
-def _column(config: TransformerConfig, outputs: int) -> ColumnParallelLinear:
-    return ColumnParallelLinear(
-        config.hidden_size,
-        outputs,
-        config=config,
-        init_method=_no_init,
-        bias=False,
-        gather_output=False,
-    )
-
-
-def _no_init(weight: Tensor) -> Any:
-    """Skip the initialization, since weights are always loaded."""
-    return weight

@@ -8,8 +8,6 @@ values.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torch.nn.functional as F
 from megatron.core import parallel_state
@@ -18,14 +16,13 @@ from megatron.core.tensor_parallel import (
     gather_from_sequence_parallel_region,
     scatter_to_tensor_model_parallel_region,
 )
-from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from msrl.models.shape import Mla
 from msrl.trainer.model.attention import packed_attention
-from msrl.trainer.model.layers import RmsNorm
+from msrl.trainer.model.layers import RmsNorm, column_parallel, output_projection
 from msrl.trainer.model.packed import PackedSequences
 from msrl.trainer.model.rope import rotate
 
@@ -62,22 +59,14 @@ class LatentAttention(MegatronModule):
         self.linear_qkv = _ReplicatedLinear(config, config.hidden_size, qkv_size)
         if mla.q_lora_rank is not None:
             self.q_layernorm = RmsNorm(config, mla.q_lora_rank, mla.norm_eps)
-            self.linear_q_up_proj = _column(config, mla.q_lora_rank, self.query_size)
+            self.linear_q_up_proj = column_parallel(config, mla.q_lora_rank, self.query_size)
         self.kv_layernorm = RmsNorm(config, mla.kv_lora_rank, mla.norm_eps)
-        self.linear_kv_up_proj = _column(
+        self.linear_kv_up_proj = column_parallel(
             config,
             mla.kv_lora_rank,
             config.num_attention_heads * (mla.nope_head_dim + mla.v_head_dim),
         )
-        self.linear_proj = RowParallelLinear(
-            config.num_attention_heads * mla.v_head_dim,
-            config.hidden_size,
-            config=config,
-            init_method=_no_init,
-            bias=False,
-            input_is_parallel=True,
-            skip_bias_add=True,
-        )
+        self.linear_proj = output_projection(config, config.num_attention_heads * mla.v_head_dim)
 
     def forward(
         self,
@@ -135,14 +124,3 @@ class LatentAttention(MegatronModule):
         if self.config.sequence_parallel:
             return gather_from_sequence_parallel_region(shared)
         return copy_to_tensor_model_parallel_region(shared)
-
-
-def _column(config: TransformerConfig, inputs: int, outputs: int) -> ColumnParallelLinear:
-    return ColumnParallelLinear(
-        inputs, outputs, config=config, init_method=_no_init, bias=False, gather_output=False
-    )
-
-
-def _no_init(weight: Tensor) -> Any:
-    """Skip the initialization, since weights are always loaded."""
-    return weight
