@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Hashable, Mapping
+from functools import partial
 from typing import Any, cast
 
 from msrl.importers.placeholders import is_placeholder
@@ -118,93 +119,6 @@ def one_path(value: Any) -> str:
     return prefix
 
 
-def bf16(value: Any) -> str:
-    """Return the dtype that the switch selects."""
-    return _look_up({True: "bfloat16", False: "float32"}, value)
-
-
-def dtype(value: Any) -> str:
-    """Return the dtype of training."""
-    names = {
-        "bf16": "bfloat16",
-        "bfloat16": "bfloat16",
-        "fp32": "float32",
-        "float32": "float32",
-        "float": "float32",
-    }
-    return _look_up(names, value)
-
-
-def convert_dtype(value: Any) -> str:
-    """Return the dtype of a converted checkpoint."""
-    return _look_up(
-        {
-            "bf16": "bf16",
-            "bfloat16": "bf16",
-            "fp16": "fp16",
-            "float16": "fp16",
-            "fp32": "fp32",
-            "float32": "fp32",
-        },
-        value,
-    )
-
-
-def legacy_names(value: Any) -> str:
-    """Return the name of the parameter naming that Megatron used before megatron-core."""
-    return _look_up({True: "legacy"}, value)
-
-
-def schedule(value: Any) -> str:
-    """Return the learning-rate schedule."""
-    names = {"constant": "constant", "linear": "linear", "cosine": "cosine", "WSD": "wsd"}
-    variants = {"cosine_with_min_lr": "cosine", "constant_with_warmup": "constant"}
-    return _look_up({**names, **variants, "warmup_stable_decay": "wsd"}, value)
-
-
-def kl_estimator(value: Any) -> str:
-    """Return the KL estimator.
-
-    With d = policy minus reference log-probability, mse is d^2 / 2 and low_var_kl is exp(-d) - 1 +
-    d.
-    """
-    names = {name: name for name in ("k1", "k2", "k3", "abs", "full")}
-    return _look_up({**names, "kl": "k1", "mse": "k2", "low_var_kl": "k3"}, value)
-
-
-def cp_algo(value: Any) -> str:
-    """Return the algorithm of context parallelism."""
-    names = {"ulysses_cp_algo": "ulysses", "megatron_cp_algo": "ring", "hybrid_cp_algo": "hybrid"}
-    adaptive = {"adaptive_cp_algo": "ring", "hybrid_adaptive_cp_algo": "hybrid"}
-    return _look_up({**names, **adaptive}, value)
-
-
-def token_level(value: Any) -> str:
-    """Return the aggregation mode of DAPO's token_level_loss."""
-    return _look_up({True: "token-mean", False: "seq-mean-token-mean"}, value)
-
-
-def aggregate(value: Any) -> str:
-    """Return the mode of ROLL's loss_agg_mode; sum-norm divides by the constant padded length."""
-    names = {name: name for name in ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean")}
-    return _look_up({**names, "seq-mean-token-sum-norm": "seq-sum-over-constant"}, value)
-
-
-def estimator(value: Any) -> str:
-    """Return the native name of an advantage estimator."""
-    same_names = (
-        "group_norm gae reinforce rloo cpgd reinforce_baseline gigpo step_reinforce "
-        "agentic_reinforce"
-    )
-    names = {name: name for name in same_names.split()}
-    return _look_up({**names, "grpo": "group_norm", "reinforce++": "reinforce_pp"}, value)
-
-
-def ratio(value: Any) -> str:
-    """Return the level of the importance ratio."""
-    return _look_up({"token": "token", "seq": "sequence", "sequence": "sequence"}, value)
-
-
 def recompute(value: Any) -> str:
     """Return the recompute granularity of a switch that recomputes every layer."""
     return "full" if value else "none"
@@ -237,6 +151,51 @@ def _look_up(names: Mapping[Any, str], value: Any) -> str:
     return names[value]
 
 
+def _renamed(*groups: str, **names: str) -> dict[Any, str]:
+    """Return the native names of values: the same ones of `groups`, and others."""
+    return {name: name for group in groups for name in group.split()} | names
+
+
+_NAMES: Mapping[str, Mapping[Any, str]] = {
+    "bf16": {True: "bfloat16", False: "float32"},
+    "dtype": {
+        **dict.fromkeys(("bf16", "bfloat16"), "bfloat16"),
+        **dict.fromkeys(("fp32", "float32", "float"), "float32"),
+    },
+    "convert_dtype": {
+        **dict.fromkeys(("bf16", "bfloat16"), "bf16"),
+        **dict.fromkeys(("fp16", "float16"), "fp16"),
+        **dict.fromkeys(("fp32", "float32"), "fp32"),
+    },
+    "legacy_names": {True: "legacy"},  # from before megatron-core
+    "schedule": _renamed(
+        "constant linear cosine",
+        WSD="wsd",
+        cosine_with_min_lr="cosine",
+        constant_with_warmup="constant",
+        warmup_stable_decay="wsd",
+    ),
+    # With d = policy minus reference log-probability, mse is d^2 / 2, low_var_kl exp(-d) - 1 + d.
+    "kl_estimator": _renamed("k1 k2 k3 abs full", kl="k1", mse="k2", low_var_kl="k3"),
+    "cp_algo": _renamed(
+        ulysses_cp_algo="ulysses",
+        megatron_cp_algo="ring",
+        hybrid_cp_algo="hybrid",
+        adaptive_cp_algo="ring",
+        hybrid_adaptive_cp_algo="hybrid",
+    ),
+    "token_level": {True: "token-mean", False: "seq-mean-token-mean"},  # DAPO's token_level_loss
+    "aggregate": {  # ROLL's loss_agg_mode; sum-norm divides by the constant padded length
+        **_renamed("token-mean seq-mean-token-sum seq-mean-token-mean"),
+        "seq-mean-token-sum-norm": "seq-sum-over-constant",
+    },
+    "estimator": {
+        **_renamed("group_norm gae reinforce rloo cpgd reinforce_baseline gigpo step_reinforce"),
+        **_renamed("agentic_reinforce", grpo="group_norm"),
+        "reinforce++": "reinforce_pp",
+    },
+    "ratio": {"token": "token", "seq": "sequence", "sequence": "sequence"},
+}
 _FUNCTIONS: tuple[Callable[[Any], Any], ...] = (
     negated,
     sleep_level,
@@ -249,17 +208,6 @@ _FUNCTIONS: tuple[Callable[[Any], Any], ...] = (
     text_list,
     int_list,
     one_path,
-    bf16,
-    dtype,
-    convert_dtype,
-    legacy_names,
-    schedule,
-    kl_estimator,
-    cp_algo,
-    token_level,
-    aggregate,
-    estimator,
-    ratio,
     recompute,
     inverse_recompute,
     routing_replay,
@@ -268,4 +216,5 @@ _FUNCTIONS: tuple[Callable[[Any], Any], ...] = (
 CONVERSIONS: dict[str, Callable[[Any], Any]] = {
     "": same_value,
     **{function.__name__: function for function in _FUNCTIONS},
+    **{name: partial(_look_up, names) for name, names in _NAMES.items()},
 }
