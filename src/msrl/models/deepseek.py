@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import cast
 
 from msrl.models.decoder import make_layers
@@ -149,11 +150,12 @@ def mixture_layers(config: HfConfig, default: int) -> tuple[bool, ...]:
     return marked
 
 
-def prediction_layers(config: HfConfig, num_layers: int) -> tuple[str, ...]:
-    """Return the name prefixes of the layers for multi-token prediction.
+def with_prediction_layers(config: HfConfig, shape: Shape) -> Shape:
+    """Return the shape of a model with layers for multi-token prediction, which pass through.
 
     transformers 5 renamed their number to `num_mtp_layers`.
     """
     key = "num_mtp_layers" if "num_mtp_layers" in config.values else "num_nextn_predict_layers"
     count = config.count(key, 1) if config.values.get(key, 1) else 0
-    return tuple(f"model.layers.{num_layers + number}." for number in range(count))
+    names = (f"model.layers.{shape.num_layers + number}." for number in range(count))
+    return replace(shape, pass_through=tuple(names), may_lack_pass_through=True)

@@ -2,8 +2,8 @@
 
 This module contains data only: one rule per Megatron tensor. A tensor layout describes a canonical
 tensor with one tensor-parallel axis. `checkpoint/tensor_layouts.py` implements the operations:
-`fuse` builds the canonical tensor from the Hugging Face tensors, `split` returns a shard along the
-axis, `join` concatenates shards, and `unfuse` reverses `fuse`.
+`pieces` yields a shard along the axis from the Hugging Face tensors, `join` concatenates shards to
+the canonical tensor, `split` reverses it, and `unfuse` returns the Hugging Face tensors.
 """
 
 from __future__ import annotations

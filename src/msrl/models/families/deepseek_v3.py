@@ -8,9 +8,7 @@ Folders that transformers saved do not have them.
 
 from __future__ import annotations
 
-from dataclasses import replace
-
-from msrl.models.deepseek import deepseek_shape, mixture_layers, prediction_layers, sigmoid_moe
+from msrl.models.deepseek import deepseek_shape, mixture_layers, sigmoid_moe, with_prediction_layers
 from msrl.models.hf_config import HfConfig
 from msrl.models.mixture import layer_experts
 from msrl.models.shape import Shape
@@ -32,8 +30,4 @@ def shape(config: HfConfig) -> Shape:
     decoder = deepseek_shape(
         config, family="deepseek_v3", experts=layer_experts(config, moe, mixture_layers(config, 3))
     )
-    return replace(
-        decoder,
-        pass_through=prediction_layers(config, decoder.num_layers),
-        may_lack_pass_through=True,
-    )
+    return with_prediction_layers(config, decoder)

@@ -7,10 +7,8 @@ are treated as in `deepseek_v3.py`.
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from msrl.models.decoder import decoder_shape
-from msrl.models.deepseek import mixture_layers, prediction_layers, sigmoid_moe
+from msrl.models.deepseek import mixture_layers, sigmoid_moe, with_prediction_layers
 from msrl.models.hf_config import HfConfig
 from msrl.models.mixture import layer_experts
 from msrl.models.shape import Shape
@@ -33,8 +31,4 @@ def shape(config: HfConfig) -> Shape:
         partial_rotary_factor=0.5,
         experts=layer_experts(config, moe, mixture_layers(config, 1)),
     )
-    return replace(
-        decoder,
-        pass_through=prediction_layers(config, decoder.num_layers),
-        may_lack_pass_through=True,
-    )
+    return with_prediction_layers(config, decoder)

@@ -6,9 +6,7 @@ treated as in `deepseek_v3.py`.
 
 from __future__ import annotations
 
-from dataclasses import replace
-
-from msrl.models.deepseek import deepseek_shape, mixture_layers, prediction_layers, sigmoid_moe
+from msrl.models.deepseek import deepseek_shape, mixture_layers, sigmoid_moe, with_prediction_layers
 from msrl.models.hf_config import HfConfig
 from msrl.models.mixture import layer_experts
 from msrl.models.shape import Shape
@@ -23,8 +21,4 @@ def shape(config: HfConfig) -> Shape:
     )
     experts = layer_experts(config, moe, mixture_layers(config, 1))
     decoder = deepseek_shape(config, family="glm4_moe_lite", experts=experts, norm_eps=1e-5)
-    return replace(
-        decoder,
-        pass_through=prediction_layers(config, decoder.num_layers),
-        may_lack_pass_through=True,
-    )
+    return with_prediction_layers(config, decoder)
