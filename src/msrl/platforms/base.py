@@ -314,3 +314,37 @@ class Platform(ABC):
 
     def synchronize(self) -> None:  # noqa: B027 - a platform without queues has nothing to wait for
         """Wait for all queued operations of the device, so that durations can be measured."""
+
+
+class DevicePlatform(Platform):
+    """Platform whose devices have memory and queues of their own, and a module in torch."""
+
+    overlap_communication = True
+
+    @abstractmethod
+    def module(self) -> Any:
+        """Return the module of the devices, such as `torch.cuda`."""
+
+    def device_count(self) -> int:
+        return int(self.module().device_count())
+
+    def memory_bytes(self) -> int | None:
+        if not self.device_count():
+            return None
+        return int(self.module().get_device_properties(0).total_memory)
+
+    def device(self, local_rank: int) -> torch.device:
+        import torch
+
+        index = local_rank % self.device_count()
+        self.module().set_device(index)
+        return torch.device(self.name, index)
+
+    def random_state(self) -> torch.Tensor | None:
+        return self.module().get_rng_state()
+
+    def set_random_state(self, state: torch.Tensor) -> None:
+        self.module().set_rng_state(state)
+
+    def synchronize(self) -> None:
+        self.module().synchronize()

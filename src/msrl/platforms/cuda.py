@@ -11,7 +11,7 @@ from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 from msrl.errors import MsrlError
-from msrl.platforms.base import COMMON_STACK, Platform, VarlenAttention, is_installed
+from msrl.platforms.base import COMMON_STACK, DevicePlatform, VarlenAttention, is_installed
 
 if TYPE_CHECKING:
     import torch
@@ -112,7 +112,7 @@ def _parameter_names(function: Callable[..., Any]) -> frozenset[str]:
     return frozenset(inspect.signature(function).parameters)
 
 
-class CudaPlatform(Platform):
+class CudaPlatform(DevicePlatform):
     """NVIDIA GPUs."""
 
     name = "cuda"
@@ -130,7 +130,6 @@ class CudaPlatform(Platform):
     }
     ray_resource = "GPU"
     visible_devices_variable = "CUDA_VISIBLE_DEVICES"
-    overlap_communication = True
 
     def network_environment(self, interface: str) -> Mapping[str, str]:
         common = super().network_environment(interface)
@@ -146,17 +145,10 @@ class CudaPlatform(Platform):
             return "the installed PyTorch has no CUDA support. Run: pip install 'msrl[cuda]'"
         return None if torch.cuda.is_available() else "no CUDA device is available. See nvidia-smi"
 
-    def device_count(self) -> int:
+    def module(self) -> Any:
         import torch
 
-        return torch.cuda.device_count()
-
-    def memory_bytes(self) -> int | None:
-        import torch
-
-        if not self.device_count():
-            return None
-        return int(torch.cuda.get_device_properties(0).total_memory)
+        return torch.cuda
 
     def peak_flops(self, dtype: str) -> float | None:
         if dtype != "bfloat16" or self.missing() is not None:
@@ -172,13 +164,6 @@ class CudaPlatform(Platform):
             missing = "Megatron is not installed. Run: pip install 'msrl[cuda]'"
         if missing:
             raise MsrlError(f"cluster.platform=cuda: {missing}")
-
-    def device(self, local_rank: int) -> torch.device:
-        import torch
-
-        index = local_rank % torch.cuda.device_count()
-        torch.cuda.set_device(index)
-        return torch.device("cuda", index)
 
     def worker_environment(
         self, num_local_ranks: int, *, spans_machines: bool = False
@@ -216,21 +201,6 @@ class CudaPlatform(Platform):
             device = torch.cuda.get_device_name()
             return f"flash attention needs compute capability 8.0, which {device} does not have"
         return flash_attention
-
-    def random_state(self) -> torch.Tensor | None:
-        import torch
-
-        return torch.cuda.get_rng_state()
-
-    def set_random_state(self, state: torch.Tensor) -> None:
-        import torch
-
-        torch.cuda.set_rng_state(state)
-
-    def synchronize(self) -> None:
-        import torch
-
-        torch.cuda.synchronize()
 
 
 PLATFORM = CudaPlatform()

@@ -24,8 +24,8 @@ from msrl.limits import whole_number
 from msrl.platforms import _npu_stack
 from msrl.platforms.base import (
     COMMON_STACK,
+    DevicePlatform,
     Diagnosis,
-    Platform,
     Role,
     VariableOverride,
     VarlenAttention,
@@ -138,7 +138,7 @@ _ONE_OUTPUT = 3  # split_item: one tensor of tokens and one of results
 _ALONG_TOKENS = 0  # group_type: the groups divide the tokens
 
 
-class NpuPlatform(Platform):
+class NpuPlatform(DevicePlatform):
     """Ascend NPUs."""
 
     name = "npu"
@@ -162,7 +162,6 @@ class NpuPlatform(Platform):
     }
     ray_resource = "NPU"
     visible_devices_variable = "ASCEND_RT_VISIBLE_DEVICES"
-    overlap_communication = True
     # HCCL does not support float64 (torch_npu, ProcessGroupHCCL, data types of AllReduce).
     reduction_dtype = "float32"
 
@@ -192,20 +191,13 @@ class NpuPlatform(Platform):
     def diagnose(self) -> list[Diagnosis]:
         return _npu_stack.diagnose(_npu_stack.read_facts())
 
-    def device_count(self) -> int:
-        torch_npu = importlib.import_module("torch_npu")
-        return int(torch_npu.npu.device_count())
-
-    def memory_bytes(self) -> int | None:
-        torch_npu = importlib.import_module("torch_npu")
-        if not self.device_count():
-            return None
-        return int(torch_npu.npu.get_device_properties(0).total_memory)
+    def module(self) -> Any:
+        return importlib.import_module("torch_npu").npu
 
     def peak_flops(self, dtype: str) -> float | None:
         if dtype != "bfloat16" or self.missing() is not None:
             return None
-        return peak_flops(importlib.import_module("torch_npu").npu.get_device_name(0))
+        return peak_flops(self.module().get_device_name(0))
 
     def prepare(self) -> None:
         missing = self.missing()
@@ -224,14 +216,6 @@ class NpuPlatform(Platform):
             ) from error
         finally:
             sys.argv = arguments
-
-    def device(self, local_rank: int) -> torch.device:
-        import torch
-
-        torch_npu = importlib.import_module("torch_npu")
-        index = local_rank % self.device_count()
-        torch_npu.npu.set_device(index)
-        return torch.device("npu", index)
 
     def worker_environment(
         self, num_local_ranks: int, *, spans_machines: bool = False
@@ -319,15 +303,6 @@ class NpuPlatform(Platform):
             record_shapes=True,
             on_trace_ready=profiler.tensorboard_trace_handler(str(trace)),
         )
-
-    def random_state(self) -> torch.Tensor | None:
-        return importlib.import_module("torch_npu").npu.get_rng_state()
-
-    def set_random_state(self, state: torch.Tensor) -> None:
-        importlib.import_module("torch_npu").npu.set_rng_state(state)
-
-    def synchronize(self) -> None:
-        importlib.import_module("torch_npu").npu.synchronize()
 
 
 PLATFORM = NpuPlatform()
