@@ -27,6 +27,22 @@ class Tracker(Protocol):
     def close(self) -> None: ...
 
 
+class RunTracker:
+    """Tracker that logs scalars by metric name, and seconds per stage as `seconds/<stage>`.
+
+    `run` is an open run of a service.
+    """
+
+    def __init__(self, run: Any) -> None:
+        self._run = run
+
+    def log(self, report: StepReport) -> None:
+        self._run.log(scalars(report), step=report.step)
+
+    def close(self) -> None:
+        self._run.finish()
+
+
 def scalars(report: StepReport) -> dict[str, float]:
     """Return the metrics by name, and the seconds per stage as `seconds/<stage>`."""
     seconds = {f"seconds/{stage}": value for stage, value in report.seconds.items()}

@@ -17,8 +17,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from msrl.errors import MsrlError
-from msrl.tracking.tracker import attempt_title, resolved_settings, scalars
-from msrl.types import StepReport
+from msrl.tracking.tracker import RunTracker, attempt_title, resolved_settings
 
 
 def check(options: Mapping[str, Any]) -> None:
@@ -50,7 +49,7 @@ def open_tracker(
     notes: str | None = None,
     dir: str | None = None,
     mode: Literal["online", "local", "offline"] | None = None,
-) -> SwanLabTracker:
+) -> RunTracker:
     """Return a tracker that writes to `dir` and, with mode online, to the service.
 
     Raises:
@@ -78,7 +77,7 @@ def open_tracker(
             f"log.trackers=swanlab: cannot start: {error}. "
             "Set log.options.swanlab.mode=offline to keep all data on this machine."
         ) from error
-    return SwanLabTracker(run)
+    return RunTracker(run)
 
 
 def _has_login() -> bool:
@@ -87,16 +86,3 @@ def _has_login() -> bool:
     user = os.environ.get("SWANLAB_ROOT") or os.environ.get("SWANLAB_SAVE_DIR", home)
     files = (Path(user) / ".netrc", Path.cwd() / ".swanlab" / ".netrc")
     return bool(os.environ.get("SWANLAB_API_KEY")) or any(file.is_file() for file in files)
-
-
-class SwanLabTracker:
-    """Tracker that logs scalars by metric name, and seconds per stage as `seconds/<stage>`."""
-
-    def __init__(self, run: Any) -> None:
-        self._run = run
-
-    def log(self, report: StepReport) -> None:
-        self._run.log(scalars(report), step=report.step)
-
-    def close(self) -> None:
-        self._run.finish()

@@ -20,8 +20,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from msrl.errors import MsrlError
-from msrl.tracking.tracker import attempt_title, resolved_settings, scalars
-from msrl.types import StepReport
+from msrl.tracking.tracker import RunTracker, attempt_title, resolved_settings
 
 
 def check(options: Mapping[str, Any]) -> None:
@@ -85,18 +84,12 @@ def open_tracker(
     return WandbTracker(run)
 
 
-class WandbTracker:
-    """Tracker that logs scalars by metric name, and seconds per stage as `seconds/<stage>`."""
-
-    def __init__(self, run: Any) -> None:
-        self._run = run
-
-    def log(self, report: StepReport) -> None:
-        self._run.log(scalars(report), step=report.step)
+class WandbTracker(RunTracker):
+    """Tracker that logs to an open W&B run."""
 
     def close(self) -> None:
         import wandb
 
-        self._run.finish()
+        super().close()
         # The last records of an offline run are in the file only after the service process ended.
         wandb.teardown()
