@@ -14,7 +14,7 @@ import os
 import sys
 import tempfile
 import warnings
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
 from pathlib import Path
@@ -26,7 +26,6 @@ from msrl import temporary
 from msrl.errors import MsrlError
 from msrl.limits import printable
 from msrl.models.families import load_shape
-from msrl.models.hf_config import read_hf_config
 from msrl.platforms import bind_stores, share_gloo_devices
 from msrl.platforms._quiet import quiet_processes  # no import of its package: it is a main module
 from msrl.platforms.base import Platform
@@ -443,7 +442,6 @@ def _start(arguments: dict[str, Any], settings: EngineSettings, folder: Path) ->
                 logging.getLogger(name).addFilter(_drop)
         import vllm
 
-        _check_supported(settings)
         share_gloo_devices()
         bind_stores()
         before = temporary.segments()
@@ -499,37 +497,3 @@ def _own_processes() -> list[int]:
     import psutil
 
     return [os.getpid(), *(child.pid for child in psutil.Process().children(recursive=True))]
-
-
-def _check_supported(settings: EngineSettings) -> None:
-    """Check that vLLM has the model's class, and that transformers or vLLM has its config class.
-
-    Code that comes with a checkpoint is never run.
-
-    Raises:
-        MsrlError: A class is missing.
-    """
-    from transformers import CONFIG_MAPPING
-    from vllm import ModelRegistry, __version__
-    from vllm.transformers_utils import config as vllm_configs
-
-    config = read_hf_config(settings.model_dir)
-    architecture, model_type = config.architecture(), config.values.get("model_type")
-    vllm_only_configs: Mapping[str, object] = getattr(vllm_configs, "_CONFIG_REGISTRY", {})
-    if architecture not in ModelRegistry.get_supported_archs():
-        missing = f"vLLM {__version__} has no {architecture}"
-    elif (
-        isinstance(model_type, str)
-        and model_type not in CONFIG_MAPPING
-        and model_type not in vllm_only_configs
-    ):
-        missing = (
-            f"neither vLLM {__version__} nor transformers has a config class for model_type "
-            f"{model_type}, and code of the checkpoint is not run"
-        )
-    else:
-        return
-    raise MsrlError(
-        f"{settings.model_dir}: {missing}. The model can be converted and trained (train-sft), "
-        "but not used for generation."
-    )
