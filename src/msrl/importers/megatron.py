@@ -232,7 +232,7 @@ class MegatronKeys:
                 self.keys.record(key, KeyStatus.DEAD, "lora_target_modules is not set")
             return
         for key, native in (("lora_r", "train.lora.rank"), ("lora_alpha", "train.lora.alpha")):
-            self.keys.assign(key, [native], self.keys.value(key))
+            self.keys.put(key, native)
 
     def apply_shapes(self) -> None:
         """Check that the model properties in the file equal a readable config.json."""

@@ -50,9 +50,7 @@ def _put_losses(keys: Keys) -> None:
             keys.record(key, KeyStatus.OFF, why)
     else:
         over = "sequence" if by_sequence else "micro_batch"
-        keys.assign(
-            "moe_aux_loss_coeff", ["train.router.aux_loss_coef"], keys.value("moe_aux_loss_coeff")
-        )
+        keys.put("moe_aux_loss_coeff", "train.router.aux_loss_coef")
         for key in (name, "seq_aux"):
             keys.assign(key, ["train.router.aux_loss_over"], over)
     for key in ("moe_device_level_aux_loss_coeff", "moe_comm_aux_loss_coeff"):

@@ -39,6 +39,19 @@ class Keys:
                 translation.record(overridden, KeyStatus.SAME, reason)
             self._entries[entry.key] = entry
 
+    @staticmethod
+    def read(
+        translation: Translation,
+        section: str,
+        node: Node | None,
+        path: str,
+        *,
+        also: Sequence[str] = (),
+    ) -> Keys:
+        """Return the keys of a section of the file, whose rows may be in the sections `also`."""
+        entries = translation.entries(node, section, path, also=also)
+        return Keys(translation, section, entries)
+
     def __iter__(self) -> Iterator[SourceKey]:
         return iter(self._entries.values())
 
@@ -93,6 +106,10 @@ class Keys:
         for native in natives:
             self.translation.set_default(native, value)
         return None
+
+    def put(self, key: str, *natives: str) -> None:
+        """Assign the value of `key` to native keys, as a default if `key` is unset."""
+        self.assign(key, natives, self.value(key))
 
     def record(self, key: str, status: KeyStatus, text: str) -> None:
         """Record the status of a key, if the file sets it."""

@@ -93,7 +93,7 @@ def translate_words(words: list[Word], name: str) -> Translation:
     if feature := _unsupported_program(words[start].text if words else ""):
         raise MsrlError(f"{name}: {program}: not supported: {feature}")
     _launcher(translation, flags(words[:start], name, is_complete=False))
-    keys = Keys(translation, "flags", translation.entries(flags(words[start:], name), "flags", ""))
+    keys = Keys.read(translation, "flags", flags(words[start:], name), "")
     for key, node in repeated_flags(words[start:], name):
         put_repeated(translation, "flags", key, node)
     return _Flags(translation, keys).translate()
@@ -214,7 +214,7 @@ class _Flags:
     def _kl(self) -> None:
         keys = self.keys
         where = "loss" if keys.value("use_kl_loss") is True else "reward"
-        keys.assign("init_kl_coef", [f"algo.kl.{where}.coef"], keys.value("init_kl_coef"))
+        keys.put("init_kl_coef", f"algo.kl.{where}.coef")
         keys.assign(
             "kl_estimator",
             [f"algo.kl.{where}.estimator"],

@@ -31,7 +31,7 @@ def is_preprocessing(tree: Node) -> bool:
 def translate(tree: Node, file: Path) -> Translation:
     """Return the translation of a file of preprocess_data.py, which includes its errors."""
     translation = Translation("MindSpeed-RL", load_table("mindspeed_llm"), str(file))
-    keys = Keys(translation, "preprocess", translation.entries(tree, "preprocess", ""))
+    keys = Keys.read(translation, "preprocess", tree, "")
     put_preprocessing(translation, keys)
     keys.apply_remaining()
     if keys.get("prompt_type") is None and not _reads_steps(keys):
@@ -45,7 +45,7 @@ def translate(tree: Node, file: Path) -> Translation:
 
 def put_preprocessing(translation: Translation, keys: Keys) -> None:
     """Translate the keys that no table row can describe: JSON, and values that mean null."""
-    keys.assign("handler_name", ["preprocess.handler"], keys.value("handler_name"))
+    keys.put("handler_name", "preprocess.handler")
     _put_steps(keys)
     _put_columns(translation, keys)
     _put_template(translation, keys)

@@ -132,7 +132,7 @@ def _history(translation: Translation, keys: Keys, commands: list[str]) -> None:
     if "chat" not in commands:
         return keys.record("history_turns", KeyStatus.DEAD, "read by chat only")
     if keys.value("hf_chat_template") is True or keys.get("prompt_type") is not None:
-        return keys.assign("history_turns", ["chat.history_turns"], keys.value("history_turns"))
+        return keys.put("history_turns", "chat.history_turns")
     reason = "without a template, the original remembers the first three turns"
     for name, value in (("history_turns", _RAW_TURNS), ("history_keeps", "oldest")):
         translation.set(f"chat.{name}", wrap(value, Origin("without a template")))

@@ -199,7 +199,7 @@ def _evaluation(translation: Translation, keys: Keys) -> None:
             if entry is not None:
                 translation.record(entry, KeyStatus.OFF, "no evaluation")
         return
-    keys.assign("eval_interval", ["eval.every_steps"], keys.value("eval_interval"))
+    keys.put("eval_interval", "eval.every_steps")
     batch = keys.number("global_batch_size") or 1
     rows = (keys.number("eval_iters") or 0) * batch
     keys.assign("eval_iters", ["eval.prompts"], rows, why="rows: eval_iters batches")

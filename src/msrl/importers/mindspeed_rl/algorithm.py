@@ -167,9 +167,7 @@ class Algorithm:
         is_dapo = self.name == "dapo"
         if is_dapo and self.rl.value("clip_higher_enable") is True:
             return self._clip_higher()
-        self.rl.assign(
-            "clip_ratio", ["algo.clip.low", "algo.clip.high"], self.rl.value("clip_ratio")
-        )
+        self.rl.put("clip_ratio", "algo.clip.low", "algo.clip.high")
         for key in ("clip_ratio_low", "clip_ratio_high"):
             reason = "read by dapo with clip_higher_enable: true only"
             self.rl.record(key, KeyStatus.DEAD, reason)
@@ -181,8 +179,8 @@ class Algorithm:
     def _clip_higher(self) -> None:
         reason = "clip_higher_enable: true reads clip_ratio_low and clip_ratio_high"
         self.rl.record("clip_ratio", KeyStatus.DEAD, reason)
-        self.rl.assign("clip_ratio_low", ["algo.clip.low"], self.rl.value("clip_ratio_low"))
-        self.rl.assign("clip_ratio_high", ["algo.clip.high"], self.rl.value("clip_ratio_high"))
+        self.rl.put("clip_ratio_low", "algo.clip.low")
+        self.rl.put("clip_ratio_high", "algo.clip.high")
         text = "algo.clip.low and algo.clip.high: clip_ratio_low and clip_ratio_high"
         self.rl.record("clip_higher_enable", KeyStatus.APPLIED, text)
 
@@ -195,7 +193,7 @@ class Algorithm:
             entries = [entry for key in natives if (entry := self.rl.get(key)) is not None]
             return record_unused(self.translation, entries)
         for key, native in natives.items():
-            self.rl.assign(key, [native], self.rl.value(key))
+            self.rl.put(key, native)
         return self.translation.set_default("algo.advantage.whiten", True)
 
     def _kl(self) -> None:
@@ -208,7 +206,7 @@ class Algorithm:
             for key in ("init_kl_coef", "kl_penalty"):
                 self.rl.record(key, KeyStatus.DEAD, reason)
             return None
-        self.rl.assign("init_kl_coef", [f"algo.kl.{target}.coef"], self.rl.value("init_kl_coef"))
+        self.rl.put("init_kl_coef", f"algo.kl.{target}.coef")
         if self.rl.value("kl_penalty") == "full":
             message = "the original raises NotImplementedError. Use kl, abs, mse or low_var_kl."
             return self.rl.add_error("kl_penalty", message)

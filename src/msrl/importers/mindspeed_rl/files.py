@@ -91,9 +91,7 @@ class _RlFile:
         return self.top[name].node if name in self.top else None
 
     def _keys(self, name: str) -> Keys:
-        return Keys(
-            self.translation, name, self.translation.entries(self._section(name), name, name)
-        )
+        return Keys.read(self.translation, name, self._section(name), name)
 
     def _megatron(self) -> Keys:
         """Return the keys of actor_config, then megatron_training, then the model file."""
@@ -439,11 +437,7 @@ class _RlFile:
 
     def _role(self, name: str) -> None:
         """Translate the section of the reference, the reward model or the critic."""
-        keys = Keys(
-            self.translation,
-            name,
-            self.translation.entries(self._section(name), name, name, also=("megatron",)),
-        )
+        keys = Keys.read(self.translation, name, self._section(name), name, also=("megatron",))
         load = keys.get("load")
         if name == "ref_config" and load is not None:
             if same_path(load.value, self.megatron.value("load")):

@@ -105,12 +105,8 @@ class _RayGptFile:
         self.algorithm = self._plain("algorithm")
         self.pool = self._plain("resource_pool")
         control = self.algorithm.get("kl_ctrl")
-        self.kl = Keys(
-            self.translation,
-            "kl_ctrl",
-            self.translation.entries(
-                control.node if control else None, "kl_ctrl", "algorithm.kl_ctrl"
-            ),
+        self.kl = Keys.read(
+            self.translation, "kl_ctrl", control.node if control else None, "algorithm.kl_ctrl"
         )
 
     def _section(self, name: str) -> Node | None:
@@ -129,14 +125,10 @@ class _RayGptFile:
         return dict(entries)
 
     def _role(self, name: str, node: Node | None, path: str) -> Keys:
-        return Keys(
-            self.translation, name, self.translation.entries(node, name, path, also=("megatron",))
-        )
+        return Keys.read(self.translation, name, node, path, also=("megatron",))
 
     def _plain(self, name: str) -> Keys:
-        return Keys(
-            self.translation, name, self.translation.entries(self._section(name), name, name)
-        )
+        return Keys.read(self.translation, name, self._section(name), name)
 
     def translate(self) -> Translation:
         translation = self.translation
@@ -367,13 +359,13 @@ class _RayGptFile:
                 [*self.critic, *([lam] if (lam := self.algorithm.get("lam")) else [])],
             )
             return
-        self.algorithm.assign("lam", ["algo.advantage.lambda"], self.algorithm.value("lam"))
+        self.algorithm.put("lam", "algo.advantage.lambda")
         for key in ("cliprange_value", "load"):
             if key == "cliprange_value" or self.critic.get(key):
                 native = (
                     "algo.value.clip" if key == "cliprange_value" else "cluster.roles.critic.load"
                 )
-                self.critic.assign(key, [native], self.critic.value(key))
+                self.critic.put(key, native)
         for key, policy_key in (
             ("critic_mini_batch_size", "ppo_mini_batch_size"),
             ("critic_update_epochs", "ppo_epochs"),

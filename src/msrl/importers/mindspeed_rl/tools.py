@@ -143,6 +143,6 @@ def _limits(translation: Translation, rl: Keys, sampling: Keys) -> None:
         sampling.assign("max_tokens", ["environment.max_turn_tokens"], answer)
         rl.assign("max_total_response_length", ["rollout.max_response_tokens"], total)
     if rl.get("tool_parser_format"):
-        rl.assign("tool_parser_format", ["environment.tool_format"], rl.value("tool_parser_format"))
+        rl.put("tool_parser_format", "environment.tool_format")
     for key in _MULTI_TURN:
         rl.record(key, KeyStatus.OFF, "")

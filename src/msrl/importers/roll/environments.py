@@ -104,7 +104,7 @@ def manager_keys(top: Keys) -> Keys:
     if entry is not None:
         translation.record(entry, KeyStatus.APPLIED, "key by key")
     node = entry.node if entry is not None else None
-    return Keys(translation, "env_manager", translation.entries(node, "env_manager", name))
+    return Keys.read(translation, "env_manager", node, name)
 
 
 def group_size(manager: Keys) -> int:
@@ -159,14 +159,10 @@ class _CustomEnv:
     def __init__(self, translation: Translation, tag: str, nodes: Any) -> None:
         path = f"custom_envs.{tag}"
         self._translation = translation
-        self.keys = Keys(
-            translation, "custom_env", translation.entries(nodes[tag], "custom_env", path)
-        )
+        self.keys = Keys.read(translation, "custom_env", nodes[tag], path)
         config = self.keys.get("env_config")
         node = config.node if config is not None else None
-        self._config = Keys(
-            translation, "env_config", translation.entries(node, "env_config", f"{path}.env_config")
-        )
+        self._config = Keys.read(translation, "env_config", node, f"{path}.env_config")
 
     def translate(self) -> dict[str, Any]:
         """Return the environment as a part of the section `environment`."""

@@ -91,7 +91,7 @@ def translate(tree: Node, file: Path) -> Translation:
 class _RollFile:
     def __init__(self, translation: Translation, tree: Node) -> None:
         self.translation = translation
-        self.top = Keys(translation, "top", translation.entries(tree, "top", ""))
+        self.top = Keys.read(translation, "top", tree, "")
         self.train, self.infer, self.reference = (
             self._worker(name) for name in ("actor_train", "actor_infer", "reference")
         )
@@ -245,11 +245,7 @@ class _RollFile:
                 "response_length", KeyStatus.DEAD, "overridden by sequence_length"
             )
         if self.top.get("response_length"):
-            return self.top.assign(
-                "response_length",
-                ["rollout.max_response_tokens"],
-                self.top.value("response_length"),
-            )
+            return self.top.put("response_length", "rollout.max_response_tokens")
         return self.translation.errors.append(
             f"{self.translation.name}: response_length: missing. "
             "Set the maximum response length in tokens."
@@ -312,7 +308,7 @@ class _RollFile:
         has_range = top.value("use_pg_clip_range") is True
         low, high = ("pg_clip_low", "pg_clip_high") if has_range else ("pg_clip", "pg_clip")
         for key, native in ((low, "algo.clip.low"), (high, "algo.clip.high")):
-            top.assign(key, [native], top.value(key))
+            top.put(key, native)
             if top.get(key):
                 self.translation.set(native, wrap(top.value(key), top.origin(key)))
         reason = "use_pg_clip_range selects pg_clip, or pg_clip_low and pg_clip_high"
@@ -346,7 +342,7 @@ class _RollFile:
         if top.value("add_token_level_kl") is True:
             self._reward_kl()
         if top.value("use_kl_loss") is True:
-            top.assign("kl_loss_coef", ["algo.kl.loss.coef"], top.value("kl_loss_coef"))
+            top.put("kl_loss_coef", "algo.kl.loss.coef")
             self.translation.set("algo.kl.loss.estimator", wrap("k3", top.origin("use_kl_loss")))
             top.record("use_kl_loss", KeyStatus.APPLIED, "algo.kl.loss, k3")
         for key in ("add_token_level_kl", "use_kl_loss"):
@@ -360,7 +356,7 @@ class _RollFile:
     def _reward_kl(self) -> None:
         top = self.top
         top.record("add_token_level_kl", KeyStatus.APPLIED, "algo.kl.reward")
-        top.assign("init_kl_coef", ["algo.kl.reward.coef"], top.value("init_kl_coef"))
+        top.put("init_kl_coef", "algo.kl.reward.coef")
         estimator = convert_value(top, "kl_penalty", "kl_estimator")
         top.assign("kl_penalty", ["algo.kl.reward.estimator"], estimator)
         target = top.value("target_kl")
@@ -410,11 +406,7 @@ class _RollFile:
         put_engine_dtype(infer.sections["model_args"], model)
         put_data(train.sections["data_args"])
         if train.own.get("infer_batch_size"):
-            train.own.assign(
-                "infer_batch_size",
-                ["train.forward_micro_batch"],
-                train.own.value("infer_batch_size"),
-            )
+            train.own.put("infer_batch_size", "train.forward_micro_batch")
         for keys in (args, model):
             keys.apply_remaining()
         infer.sections["generating_args"].apply_remaining()
@@ -486,9 +478,7 @@ class _RollFile:
         norm = self.top.get("reward_normalization")
         if norm is not None:
             name = "reward_normalization"
-            self._agentic_norm(
-                Keys(self.translation, name, self.translation.entries(norm.node, name, name))
-            )
+            self._agentic_norm(Keys.read(self.translation, name, norm.node, name))
             self.translation.record(norm, KeyStatus.APPLIED, "key by key")
         self.translation.set(
             "rollout.samples_per_prompt",

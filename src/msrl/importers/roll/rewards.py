@@ -40,7 +40,7 @@ def put_rewards(translation: Translation, top: Keys) -> None:
     labels: list[str] = []
     filters: list[SourceKey | None] = []
     for name, node in domains.items():
-        keys = Keys(translation, "reward", translation.entries(node, "reward", f"rewards.{name}"))
+        keys = Keys.read(translation, "reward", node, f"rewards.{name}")
         for source in _sources(translation, keys):
             label = source.get("verifier", "judge")
             if label in labels:

@@ -159,12 +159,12 @@ class _SupervisedFile:
 
     def _put_sft(self) -> None:
         self._put_epochs()
-        self.top.assign("sequence_length", ["data.seq_length"], self.top.value("sequence_length"))
+        self.top.put("sequence_length", "data.seq_length")
         self.translation.set("data.shuffle", wrap(False, self.top.origin("sequence_length")))
 
     def _put_dpo(self) -> None:
         own, loss = self.own, "algo.preference.loss"
-        self.top.assign("sequence_length", ["data.seq_length"], self.top.value("sequence_length"))
+        self.top.put("sequence_length", "data.seq_length")
         entry = own.get("ipo")
         if entry is not None and entry.value is True:
             text = "the loss of the original takes sums over tokens, that of msrl means"
@@ -292,11 +292,11 @@ class _SupervisedFile:
             ("rollout_batch_size", "rollout.prompts_per_step"),
             ("prompt_length", "rollout.max_prompt_tokens"),
         ):
-            top.assign(key, [native], top.value(key))
+            top.put(key, native)
         total, prompt = top.number("sequence_length"), top.number("prompt_length")
         if top.get("sequence_length") is not None and total and prompt:
             top.assign("sequence_length", ["rollout.max_response_tokens"], total - prompt)
-        top.assign("response_length", ["rollout.max_response_tokens"], top.value("response_length"))
+        top.put("response_length", "rollout.max_response_tokens")
         put_engine_dtype(engine.sections["model_args"], self.worker.sections["model_args"])
         sampling = engine.sections["generating_args"]
         sampling.assign(

@@ -73,15 +73,13 @@ def _lengths(translation: Translation, top: Keys) -> None:
 
 def _sampling(translation: Translation, sampling: Keys) -> None:
     """Translate the sampling of validation, which has its own defaults, independent of training."""
-    sampling.assign("temperature", ["eval.sampling.temperature"], sampling.value("temperature"))
-    sampling.assign(
-        "num_return_sequences", ["eval.samples_per_prompt"], sampling.value("num_return_sequences")
-    )
+    sampling.put("temperature", "eval.sampling.temperature")
+    sampling.put("num_return_sequences", "eval.samples_per_prompt")
     if sampling.value("temperature") == 0:
         for key in ("top_p", "top_k"):
             sampling.record(key, KeyStatus.SAME, "greedy decoding takes the most likely token")
     else:
-        sampling.assign("top_p", ["eval.sampling.top_p"], sampling.value("top_p"))
+        sampling.put("top_p", "eval.sampling.top_p")
         sampling.assign("top_k", ["eval.sampling.top_k"], convert_value(sampling, "top_k", "top_k"))
     if sampling.get("stop_strings") and sampling.value("stop_strings") is not None:
         sampling.assign(

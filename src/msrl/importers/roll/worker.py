@@ -14,7 +14,7 @@ class Worker:
 
     def __init__(self, translation: Translation, name: str, node: Node | None) -> None:
         self.name = name
-        self.own = Keys(translation, "worker", translation.entries(node, "worker", name))
+        self.own = Keys.read(translation, "worker", node, name)
         self.sections = {name: self._section(translation, self.own, name) for name in SECTIONS}
         self.sections["strategy_config"] = self._section(
             translation, self.sections["strategy_args"], "strategy_config"
@@ -23,9 +23,7 @@ class Worker:
     def _section(self, translation: Translation, keys: Keys, name: str) -> Keys:
         entry = keys.get(name)
         path = f"{self.name}.{name}" if entry is None else entry.path
-        return Keys(
-            translation, name, translation.entries(entry.node if entry else None, name, path)
-        )
+        return Keys.read(translation, name, entry.node if entry else None, path)
 
     def record_all(self, status: KeyStatus, text: str) -> None:
         """Record the remaining keys; those that msrl does not support have their own results."""

@@ -89,7 +89,7 @@ def _put_estimator(sections: Sections) -> None:
         reads = name in _DISCOUNTED if key == "gamma" else name == "gae"
         if reads:
             native_key = {"gamma": "gamma", "lam": "lambda"}[key]
-            keys.assign(key, [f"algo.advantage.{native_key}"], keys.value(key))
+            keys.put(key, f"algo.advantage.{native_key}")
         keys.record(key, KeyStatus.DEAD, f"not read with {name}")
     reads_std = name in (*_GROUP_ESTIMATORS, "grpo_passk")
     status = KeyStatus.APPLIED if reads_std else KeyStatus.DEAD
@@ -117,7 +117,7 @@ def _put_kl(sections: Sections) -> None:
     keys, control = sections["algorithm"], sections["algorithm.kl_ctrl"]
     if keys.switch("use_kl_in_reward", default=False):
         keys.record("use_kl_in_reward", KeyStatus.APPLIED, "algo.kl.reward")
-        control.assign("kl_coef", ["algo.kl.reward.coef"], control.value("kl_coef"))
+        control.put("kl_coef", "algo.kl.reward.coef")
         name = str(keys.value("kl_penalty")).removesuffix(_SAME_GRADIENT)  # rewards have none
         _put_kl_kind(keys, "kl_penalty", "algo.kl.reward.estimator", _KL.get(name))
         _put_controller(control)
@@ -128,7 +128,7 @@ def _put_kl(sections: Sections) -> None:
     actor = sections[ACTOR]
     if actor.switch("use_kl_loss", default=False):
         actor.record("use_kl_loss", KeyStatus.APPLIED, "algo.kl.loss")
-        actor.assign("kl_loss_coef", ["algo.kl.loss.coef"], actor.value("kl_loss_coef"))
+        actor.put("kl_loss_coef", "algo.kl.loss.coef")
         name = str(actor.value("kl_loss_type"))
         base = _KL.get(name.removesuffix(_SAME_GRADIENT))
         if name.endswith(_SAME_GRADIENT) and base is not None and base != "k2":
@@ -156,7 +156,7 @@ def _put_controller(control: Keys) -> None:
     text = "the original measures the mean over responses of their means, msrl that of all tokens"
     control.translation.approximate(kind, "algo.kl.controller.kind", "adaptive", text)
     for key, native in (("target_kl", "target"), ("horizon", "horizon")):
-        control.assign(key, [f"algo.kl.controller.{native}"], control.value(key))
+        control.put(key, f"algo.kl.controller.{native}")
     return None
 
 
@@ -223,11 +223,11 @@ def _put_bound(actor: Keys, key: str, native: str, mode: str) -> None:
 def _put_loss_options(sections: Sections, mode: str) -> None:
     loss, actor = sections[LOSS], sections[ACTOR]
     for key, option in _OPTIONS.get(mode, {}).items():
-        loss.assign(key, [f"algo.options.{option}"], loss.value(key))
+        loss.put(key, f"algo.options.{option}")
     if mode == "sapo":
         for key, option in (("tau_pos", "tau_positive"), ("tau_neg", "tau_negative")):
             keys = loss if loss.get(key) else actor
-            keys.assign(key, [f"algo.options.{option}"], keys.value(key))
+            keys.put(key, f"algo.options.{option}")
     unread = [key for keys in _OPTIONS.values() for key in keys]
     for key in (*unread, "tau_pos", "tau_neg"):
         for keys in (loss, actor):

@@ -258,7 +258,7 @@ def put_optimizer(sections: Sections, name: str, native: str) -> None:
     if native == CRITIC and keys.get("lr") is None:
         keys.translation.set_default(f"{native}.lr", _CRITIC_LR)
     for key in ("lr", "weight_decay"):
-        keys.assign(key, [f"{native}.{key}"], keys.value(key))
+        keys.put(key, f"{native}.{key}")
     _put_kind(keys)
     _put_schedule(sections, keys, native)
     _put_warmup(sections, keys, native)
@@ -310,7 +310,7 @@ def _put_clipping(sections: Sections) -> None:
     if clip is None and earlier is not None and not sections.is_megatron:
         return actor.assign("grad_clip", ["train.optimizer.grad_clip"], earlier.value)
     actor.record("grad_clip", KeyStatus.DEAD, "the original reads optim.clip_grad")
-    return keys.assign("clip_grad", ["train.optimizer.grad_clip"], keys.value("clip_grad"))
+    return keys.put("clip_grad", "train.optimizer.grad_clip")
 
 
 def _require_equal(keys: Keys, key: str, value: object) -> None:
@@ -428,10 +428,10 @@ def put_adapters(sections: Sections) -> None:
             _refuse_adapters(section, name)
         return
     keys.assign(names[0], ["train.lora.rank"], rank)
-    keys.assign(names[1], ["train.lora.alpha"], keys.value(names[1]))
+    keys.put(names[1], "train.lora.alpha")
     _put_targets(keys)
     if uses_nested and keys.value("dropout"):
-        keys.assign("dropout", ["train.lora.dropout"], keys.value("dropout"))
+        keys.put("dropout", "train.lora.dropout")
     keys.record("dropout", KeyStatus.OFF, "")
     if keys.value("exclude_modules"):
         keys.add_error("exclude_modules", "not supported: name the layers in target_modules")

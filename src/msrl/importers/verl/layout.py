@@ -85,7 +85,7 @@ def _is_veomni(sections: Sections) -> bool:
 def _put_devices(sections: Sections) -> None:
     trainer = sections["trainer"]
     for key, native in (("nnodes", "nodes"), ("n_gpus_per_node", "devices_per_node")):
-        trainer.assign(key, [f"cluster.{native}"], trainer.value(key))
+        trainer.put(key, f"cluster.{native}")
     device = trainer.get("device")
     if device is not None and device.value in ("npu", "cuda", "cpu"):
         trainer.translation.assign(device, ["cluster.platform"], device.value)
@@ -124,7 +124,7 @@ def _put_megatron(sections: Sections) -> None:
     stages = keys.number("pipeline_model_parallel_size") or 1
     sequence = keys.get("sequence_parallel")
     if tp > 1:
-        keys.assign("sequence_parallel", ["train.parallel.sp"], keys.value("sequence_parallel"))
+        keys.put("sequence_parallel", "train.parallel.sp")
     elif sequence is not None:
         text = "sequence parallelism has no effect with one tensor-parallel rank"
         translation.record(sequence, KeyStatus.OFF, text)

@@ -147,7 +147,7 @@ def put_evaluation(sections: Sections) -> None:
         trainer.assign("test_freq", ["eval.every_steps"], every)
     trainer.record("test_freq", KeyStatus.OFF, "")
     trainer.assign("val_before_train", ["eval.at_start"], at_start)
-    keys.assign("n", ["eval.samples_per_prompt"], keys.value("n"))
+    keys.put("n", "eval.samples_per_prompt")
     _put_sampling(keys)
 
 
@@ -157,7 +157,7 @@ def _put_sampling(keys: Keys) -> None:
     source = "temperature" if samples else "do_sample"
     keys.assign(source, ["eval.sampling.temperature"], temperature)
     if samples:
-        keys.assign("top_p", ["eval.sampling.top_p"], keys.value("top_p"))
+        keys.put("top_p", "eval.sampling.top_p")
         top_k = keys.value("top_k")
         keys.assign("top_k", ["eval.sampling.top_k"], -1 if top_k == 0 else top_k)
     keys.record("do_sample", KeyStatus.APPLIED, "eval.sampling")

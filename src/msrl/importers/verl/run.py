@@ -57,7 +57,7 @@ def put_length(trainer: Keys) -> None:
         trainer.translation.assign(steps, ["train.steps"], steps.value)
         text = "total_training_steps ends the run"
         return trainer.record("total_epochs", KeyStatus.SAME, text)
-    return trainer.assign("total_epochs", ["train.epochs"], trainer.value("total_epochs"))
+    return trainer.put("total_epochs", "train.epochs")
 
 
 def put_resumption(trainer: Keys) -> None:
