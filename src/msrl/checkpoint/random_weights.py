@@ -14,7 +14,6 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from msrl.checkpoint import tensor_layouts as layouts
 from msrl.checkpoint.weights import WeightSource
 from msrl.models.families import load_shape
 from msrl.models.hf_config import read_hf_config
@@ -34,16 +33,10 @@ class RandomSource(WeightSource):
     def dtype(self, rule: Rule) -> torch.dtype:
         return torch.float32
 
-    def canonical(self, rule: Rule) -> Tensor:
-        return layouts.fuse(rule.layout, self.hf_tensors(rule))
-
     def hf_tensors(self, rule: Rule) -> tuple[Tensor, ...]:
         return tuple(
             self._tensor(name, size) for name, size in zip(rule.hf, rule.shapes, strict=True)
         )
-
-    def shard(self, rule: Rule, rank: int, size: int, padded_vocab: int) -> Tensor:
-        return layouts.shard(rule.layout, self.hf_tensors(rule), rank, size, padded_vocab)
 
     def _tensor(self, name: str, size: tuple[int, ...]) -> Tensor:
         if name.endswith("linear_attn.norm.weight") or name.endswith("dt_bias"):

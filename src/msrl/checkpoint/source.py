@@ -64,17 +64,8 @@ class HfSource(WeightSource):
             )
         return dtypes.pop()
 
-    def canonical(self, rule: Rule) -> Tensor:
-        return layouts.fuse(rule.layout, self.hf_tensors(rule))
-
     def hf_tensors(self, rule: Rule) -> tuple[Tensor, ...]:
         return tuple(self._checkpoint.tensor(name) for name in rule.hf)
-
-    def shard(self, rule: Rule, rank: int, size: int, padded_vocab: int) -> Tensor:
-        return layouts.shard(rule.layout, self.hf_tensors(rule), rank, size, padded_vocab)
-
-    def pieces(self, rule: Rule, rank: int, size: int, padded_vocab: int) -> Iterator[Tensor]:
-        yield from layouts.pieces(rule.layout, self.hf_tensors(rule), rank, size, padded_vocab)
 
 
 Shards = Mapping[Coords, Mapping[str, Tensor]]
@@ -198,18 +189,11 @@ class ShardedSource(WeightSource):
         at, name = self._shards_by_rule[rule.mcore][0]
         return tensor_spec(self._shards[at][name]).dtype
 
-    def canonical(self, rule: Rule) -> Tensor:
-        return layouts.join(rule.layout, self._shards_of_rule(rule))
-
     def hf_tensors(self, rule: Rule) -> tuple[Tensor, ...]:
-        return layouts.unfuse(rule.layout, self.canonical(rule))
+        return layouts.unfuse(rule.layout, layouts.join(rule.layout, self._shards_of_rule(rule)))
 
     def hf_pieces(self, rule: Rule) -> tuple[Iterable[Tensor], ...]:
         return layouts.hf_pieces(rule.layout, self._shards_of_rule(rule))
-
-    def shard(self, rule: Rule, rank: int, size: int, padded_vocab: int) -> Tensor:
-        pieces = list(self.pieces(rule, rank, size, padded_vocab))
-        return torch.cat(pieces) if len(pieces) > 1 else pieces[0]
 
     def pieces(self, rule: Rule, rank: int, size: int, padded_vocab: int) -> Iterator[Tensor]:
         shards = self._shards_of_rule(rule)

@@ -35,23 +35,8 @@ from msrl.models.rules import (
 )
 
 
-def fuse(layout: Layout, tensors: Sequence[Tensor]) -> Tensor:
-    """Return the canonical tensor of Hugging Face `tensors` (q, k, v; gate, up; or just one)."""
-    layout, tensors = _unpack(layout, tensors)
-    if isinstance(layout, Grouped):
-        return torch.cat([t.unflatten(0, (layout.num_groups, -1)) for t in tensors], dim=1)
-    if isinstance(layout, GateUp):
-        return torch.stack(list(tensors))
-    if isinstance(layout, Joined):
-        return torch.cat(list(tensors))
-    if isinstance(layout, Zeros):
-        return torch.zeros(layout.rows)
-    (tensor,) = tensors
-    return tensor
-
-
 def unfuse(layout: Layout, canonical: Tensor) -> tuple[Tensor, ...]:
-    """Return the Hugging Face tensors of a canonical tensor; the inverse of `fuse`."""
+    """Return the Hugging Face tensors of a canonical tensor (q, k, v; gate, up; or just one)."""
     if isinstance(layout, Packed):
         tensors = unfuse(layout.layout, canonical)
         packed = torch.stack(tensors, 1).flatten(0, 1) if layout.alternating else torch.cat(tensors)
@@ -127,7 +112,8 @@ def shard(
 ) -> Tensor:
     """Return one rank's shard of the Hugging Face `tensors`; only that part of them is read.
 
-    Equal to `split(layout, fuse(layout, tensors), tp_size, padded_vocab)[tp_rank]`.
+    Equal to `split(layout, canonical, tp_size, padded_vocab)[tp_rank]`, where `unfuse` returns
+    `tensors`.
     """
     rows = list(pieces(layout, tensors, tp_rank, tp_size, padded_vocab))
     return torch.cat(rows) if len(rows) > 1 else rows[0]

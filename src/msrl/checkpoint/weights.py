@@ -10,9 +10,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from msrl.checkpoint import tensor_layouts as layouts
 from msrl.checkpoint.dtypes import cast_to, hf_name
 from msrl.checkpoint.rank_shapes import padded_vocab_size
-from msrl.checkpoint.tensor_layouts import shard_shape
 from msrl.checkpoint.torch_files.reader import Pieces, TensorSpec
 from msrl.errors import MsrlError
 from msrl.models.families import all_rules
@@ -36,10 +36,6 @@ class WeightSource(ABC):
         """Return the dtype of the tensor without reading it."""
 
     @abstractmethod
-    def canonical(self, rule: Rule) -> Tensor:
-        """Return the canonical tensor (see `checkpoint.tensor_layouts`)."""
-
-    @abstractmethod
     def hf_tensors(self, rule: Rule) -> tuple[Tensor, ...]:
         """Return the Hugging Face tensors of the rule, in its order."""
 
@@ -47,13 +43,14 @@ class WeightSource(ABC):
         """Return, for each of `hf_tensors`, the pieces that concatenate to it along its rows."""
         return tuple((tensor,) for tensor in self.hf_tensors(rule))
 
-    @abstractmethod
     def shard(self, rule: Rule, rank: int, size: int, padded_vocab: int) -> Tensor:
         """Return shard number `rank` of `size`, in Megatron's shape."""
+        pieces = list(self.pieces(rule, rank, size, padded_vocab))
+        return torch.cat(pieces) if len(pieces) > 1 else pieces[0]
 
     def pieces(self, rule: Rule, rank: int, size: int, padded_vocab: int) -> Iterator[Tensor]:
         """Yield the pieces that concatenate to `shard` along its rows, each read on demand."""
-        yield self.shard(rule, rank, size, padded_vocab)
+        yield from layouts.pieces(rule.layout, self.hf_tensors(rule), rank, size, padded_vocab)
 
     def local_tensors(
         self,
@@ -124,7 +121,7 @@ class WeightSource(ABC):
         return {
             tensor.name: TensorSpec(
                 cast_to(tensor.rule, dtype) or self.dtype(tensor.rule),
-                shard_shape(tensor.layout, tensor.rule.shapes, tensor.num_shards, padded),
+                layouts.shard_shape(tensor.layout, tensor.rule.shapes, tensor.num_shards, padded),
             )
             for tensor in stage_tensors(self.shape, layout, at)
         }
@@ -132,3 +129,20 @@ class WeightSource(ABC):
     def main_dtype(self) -> torch.dtype:
         """Return the dtype of the embedding, which represents the dtype of the model."""
         return self.dtype(all_rules(self.shape)[0])
+
+
+class ChangedSource(WeightSource):
+    """Weights of `base`, some of whose tensors are others: `hf_tensors` returns them."""
+
+    base: WeightSource
+
+    @abstractmethod
+    def changes(self, rule: Rule) -> bool:
+        """Return True if the tensors of a rule differ from the tensors of `base`."""
+
+    def hf_pieces(self, rule: Rule) -> tuple[Iterable[Tensor], ...]:
+        return super().hf_pieces(rule) if self.changes(rule) else self.base.hf_pieces(rule)
+
+    def pieces(self, rule: Rule, rank: int, size: int, padded_vocab: int) -> Iterator[Tensor]:
+        pieces = super().pieces if self.changes(rule) else self.base.pieces
+        yield from pieces(rule, rank, size, padded_vocab)

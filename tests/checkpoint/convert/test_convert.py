@@ -431,10 +431,7 @@ def test_a_swap_in_both_directions_fails_the_verification(
     differ.
     """
     save_real(tmp_path / "hf", "qwen2", tied=True)
-    fuse, unfuse, pieces = layouts.fuse, layouts.unfuse, layouts.pieces
-    monkeypatch.setattr(
-        layouts, "fuse", lambda layout, tensors: fuse(layout, swap(layout, tuple(tensors)))
-    )
+    unfuse, pieces = layouts.unfuse, layouts.pieces
     monkeypatch.setattr(
         layouts,
         "pieces",

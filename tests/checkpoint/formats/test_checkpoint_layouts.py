@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 import torch
+from torch import Tensor
 
 from msrl.checkpoint.rank_shapes import make_plan
 from msrl.checkpoint.tensor_layouts import (
-    fuse,
     hf_pieces,
     join,
     pieces,
@@ -29,6 +31,11 @@ from test_models import LLAMA, QWEN2, QWEN3, shape
 Q, K, V = torch.arange(8.0), torch.arange(10.0, 14), torch.arange(20.0, 24)
 QKV = Grouped(2, (4, 2, 2))
 QKV_RANKS = ([0, 1, 2, 3, 10, 11, 20, 21], [4, 5, 6, 7, 12, 13, 22, 23])
+
+
+def fuse(layout: Layout, tensors: Sequence[Tensor]) -> Tensor:
+    """Return the canonical tensor of Hugging Face tensors."""
+    return join(layout, [shard(layout, tensors, 0, 1)])
 
 
 def test_qkv_of_a_rank_holds_complete_query_groups() -> None:

@@ -96,11 +96,5 @@ class Weights(source.WeightSource):
     def dtype(self, rule: Rule) -> torch.dtype:
         return torch.bfloat16
 
-    def canonical(self, rule: Rule) -> Tensor:
-        return source.layouts.fuse(rule.layout, self.hf_tensors(rule))
-
     def hf_tensors(self, rule: Rule) -> tuple[Tensor, ...]:
         return tuple(self.tensors[name] for name in rule.hf)
-
-    def shard(self, rule: Rule, rank: int, size: int, padded_vocab: int) -> Tensor:
-        return source.layouts.shard(rule.layout, self.hf_tensors(rule), rank, size, padded_vocab)

@@ -262,7 +262,7 @@ def _gradient_of_b(rule: Rule, lora: LoraConfig, weights: dict[str, Tensor]) -> 
         gradient = lora.alpha / lora.rank * weights[hf] @ a.T
         is_adapted = is_fused_layer or is_layer("", (hf,), lora.targets)
         gradients.append(gradient if is_adapted else torch.zeros_like(gradient))
-    return layouts.fuse(rule.layout, gradients)
+    return layouts.join(rule.layout, [layouts.shard(rule.layout, gradients, 0, 1)])
 
 
 @functools.cache

@@ -10,17 +10,16 @@ to the type of the result. Adapter files: `adapters.megatron` and `adapters.peft
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from msrl.checkpoint import tensor_layouts as layouts
 from msrl.checkpoint.dtypes import cast_to, same_bits
 from msrl.checkpoint.scored import with_score_head
-from msrl.checkpoint.source import WeightSource
+from msrl.checkpoint.weights import ChangedSource, WeightSource
 from msrl.errors import ManyErrors, MsrlError
 from msrl.models.families import all_rules
 from msrl.models.reward_head import HF_WEIGHT
@@ -133,7 +132,7 @@ class Adapter:
         return f"rank {ranks}, scale {scales}, {len(self.deltas)} weights{replaced}"
 
 
-class MergedSource(WeightSource):
+class MergedSource(ChangedSource):
     """The weights of `base` with an adapter merged into them."""
 
     def __init__(
@@ -163,30 +162,11 @@ class MergedSource(WeightSource):
         self.shape, self.hf_dir = base.shape, hf_dir or base.hf_dir
 
     def dtype(self, rule: Rule) -> torch.dtype:
-        merged = cast_to(rule, self._dtype) if self._is_adapted(rule) else None
+        merged = cast_to(rule, self._dtype) if self.changes(rule) else None
         return merged or self.base.dtype(rule)
-
-    def canonical(self, rule: Rule) -> Tensor:
-        if not self._is_adapted(rule):
-            return self.base.canonical(rule)
-        return layouts.fuse(rule.layout, self.hf_tensors(rule))
 
     def hf_tensors(self, rule: Rule) -> tuple[Tensor, ...]:
         return self.merge_rule(rule, torch.float32)
-
-    def hf_pieces(self, rule: Rule) -> tuple[Iterable[Tensor], ...]:
-        return super().hf_pieces(rule) if self._is_adapted(rule) else self.base.hf_pieces(rule)
-
-    def shard(self, rule: Rule, rank: int, size: int, padded_vocab: int) -> Tensor:
-        if self._is_adapted(rule):
-            return layouts.shard(rule.layout, self.hf_tensors(rule), rank, size, padded_vocab)
-        return self.base.shard(rule, rank, size, padded_vocab)
-
-    def pieces(self, rule: Rule, rank: int, size: int, padded_vocab: int) -> Iterator[Tensor]:
-        if self._is_adapted(rule):
-            yield from layouts.pieces(rule.layout, self.hf_tensors(rule), rank, size, padded_vocab)
-        else:
-            yield from self.base.pieces(rule, rank, size, padded_vocab)
 
     def merge_rule(self, rule: Rule, compute: torch.dtype) -> tuple[Tensor, ...]:
         """Return the Hugging Face tensors of a rule, with the sum computed in `compute`."""
@@ -202,5 +182,5 @@ class MergedSource(WeightSource):
         delta = self.adapter.deltas.get(name)
         return weight if delta is None else delta.added_to(weight, compute)
 
-    def _is_adapted(self, rule: Rule) -> bool:
+    def changes(self, rule: Rule) -> bool:
         return any(name in self.adapter.deltas or name in self.adapter.replaced for name in rule.hf)

@@ -114,15 +114,8 @@ class DistSource(WeightSource):
     def dtype(self, rule: Rule) -> torch.dtype:
         return self._tensors.stored[self._positions[rule.mcore][0].key].dtype
 
-    def canonical(self, rule: Rule) -> Tensor:
-        return layouts.join(rule.layout, [self._unshard(rule)])
-
     def hf_tensors(self, rule: Rule) -> tuple[Tensor, ...]:
-        return layouts.unfuse(rule.layout, self.canonical(rule))
-
-    def shard(self, rule: Rule, rank: int, size: int, padded_vocab: int) -> Tensor:
-        pieces = list(self.pieces(rule, rank, size, padded_vocab))
-        return torch.cat(pieces) if len(pieces) > 1 else pieces[0]
+        return layouts.unfuse(rule.layout, layouts.join(rule.layout, [self._unshard(rule)]))
 
     def pieces(self, rule: Rule, rank: int, size: int, padded_vocab: int) -> Iterator[Tensor]:
         tensor = self._unshard(rule)
