@@ -26,7 +26,7 @@ from msrl.workflows.training.restarts import Restarts
 from msrl.workflows.training.settings import (
     rank_settings,
 )
-from msrl.workflows.training.trainers import ray_trainers, save_plan
+from msrl.workflows.training.trainers import ray_ranks, save_plan
 from msrl.workflows.training.transport.ray_actors import RayWorkers
 
 _SILENCE = 0.8  # of cluster.rpc_timeout_s: an engine that hangs is found before its callers give up
@@ -104,7 +104,7 @@ def _model_groups(
     }
     settings = rank_settings(plan, platform.name, reward_models=reward_models)
     timeout_s = config.cluster.rpc_timeout_s
-    trainers = ray_trainers(session, placed, config, settings, platform, timeout_s=timeout_s)
+    trainers = ray_ranks(session, placed, config, settings, platform, timeout_s=timeout_s)
     separate = separate_groups(plan, session, placed, platform, reward_models)
     return ModelGroups(trainers, separate, shares_devices=not plan.has_separate_engines)
 

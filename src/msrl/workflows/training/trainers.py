@@ -72,20 +72,7 @@ def _cluster_trainers(
             timeout_s=cluster.wait_for_nodes_s,
         )
         # A step, an evaluation and a save may take any time; collectives have their own timeout.
-        yield ray_trainers(session, placed, config, settings, platform, timeout_s=math.inf)
-
-
-def ray_trainers(
-    session: Session,
-    placed: PlacedWorkers,
-    config: Config,
-    settings: RankSettings,
-    platform: Platform,
-    *,
-    timeout_s: float,
-) -> TrainerGroup:
-    """Create the actors of the training ranks. A call takes at most `timeout_s` seconds."""
-    return ray_ranks(session, placed, config, settings, platform, role="actor", timeout_s=timeout_s)
+        yield ray_ranks(session, placed, config, settings, platform, timeout_s=math.inf)
 
 
 def ray_ranks(
@@ -95,10 +82,10 @@ def ray_ranks(
     settings: RankSettings,
     platform: Platform,
     *,
-    role: str,
+    role: str = "actor",
     timeout_s: float,
 ) -> TrainerGroup:
-    """Create the actors of the ranks of a placed role."""
+    """Create the actors of the ranks of a placed role. A call takes at most `timeout_s` seconds."""
     from msrl.workflows.training.transport.ray_actors import RayWorkers
 
     plan = placed.placement.role(role)
