@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -94,3 +95,10 @@ def test_checks_between_keys_are_reported_unless_they_read_an_invalid_value(
     (tmp_path / "grpo.yaml").write_text(f"{text}\nrollout: {{samples_per_prompt: 1}}\n")
     assert msrl("train-grpo", "-c", "grpo.yaml") == 2
     assert ("samples_per_prompt=1" in capsys.readouterr().err) is is_reported
+
+
+def test_libraries_can_read_attributes_of_all_objects_of_modules() -> None:
+    """As vLLM does when an engine starts."""
+    modules = [module for name, module in sys.modules.items() if name.startswith("msrl.")]
+    assert "msrl.config.unknown" in sys.modules
+    assert all(isinstance(hasattr(v, "__dict__"), bool) for m in modules for v in vars(m).values())

@@ -13,23 +13,26 @@ class UnknownValueError(Exception):
 
 
 class _Unknown:
-    """Value that is set but unknown: whatever reads it raises UnknownValueError."""
+    """Value that is set but unknown: whatever reads it raises UnknownValueError.
+
+    No module holds one, since libraries read attributes of all objects of all modules.
+    """
 
     __slots__ = ()
 
     def _read(self, *_: object, **__: object) -> NoReturn:
         raise UnknownValueError
 
-    __getattr__ = __getitem__ = __call__ = _read
+    def __getattr__(self, name: str) -> NoReturn:
+        raise AttributeError(name) if name.startswith("__") else UnknownValueError
+
+    __getitem__ = __call__ = _read
     __eq__ = __ne__ = __lt__ = __le__ = __gt__ = __ge__ = __hash__ = _read
     __bool__ = __len__ = __iter__ = __contains__ = _read
     __str__ = __repr__ = __format__ = __fspath__ = _read
     __int__ = __float__ = __index__ = __round__ = __abs__ = __neg__ = _read
     __add__ = __sub__ = __mul__ = __truediv__ = __floordiv__ = __mod__ = __pow__ = _read
     __radd__ = __rsub__ = __rmul__ = __rtruediv__ = __rfloordiv__ = __rmod__ = _read
-
-
-UNKNOWN: Any = _Unknown()
 
 
 def with_unknown(section: Any, path: Sequence[int | str]) -> Any:
@@ -39,6 +42,6 @@ def with_unknown(section: Any, path: Sequence[int | str]) -> Any:
     """
     name = str(path[0]) if path else ""
     if not isinstance(section, BaseModel) or name not in type(section).model_fields:
-        return UNKNOWN
-    value = with_unknown(getattr(section, name), path[1:]) if len(path) > 1 else UNKNOWN
+        return _Unknown()
+    value = with_unknown(getattr(section, name), path[1:]) if len(path) > 1 else _Unknown()
     return section.model_copy(update={name: value})
