@@ -21,7 +21,7 @@ from msrl.rewards.pool import Call, CallResult, Pool
 from msrl.rewards.score import Scorer, Source
 from msrl.rewards.worker import Function
 from reward_groups import group, totals
-from support import assert_each_mentions, assert_mentions, folders, mentions, python_path
+from support import HANG_S, assert_each_mentions, assert_mentions, folders, mentions, python_path
 
 
 def pool(name, *, stuck_s=60.0, num_workers=1, options=(), **limits):
@@ -53,7 +53,7 @@ def running(pid):
 
 
 def wait_for_end(pid):
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + HANG_S
     while running(pid):
         assert time.monotonic() < deadline
         time.sleep(0.01)

@@ -23,7 +23,7 @@ from msrl.types import StepReport
 from msrl.workflows import report
 from msrl.workflows.training import run_log
 from msrl.workflows.training.run_log import RunLog
-from support import assert_mentions, mentions
+from support import HANG_S, assert_mentions, mentions
 
 
 def _no_room(*_: object, **__: object) -> None:
@@ -156,9 +156,9 @@ class Terminal(io.StringIO):
 
 
 def _wait_for(stream: io.StringIO, text: str) -> None:
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + HANG_S
     while text not in stream.getvalue():
-        assert time.monotonic() < deadline, f"no {text!r} in 60 s"
+        assert time.monotonic() < deadline, f"no {text!r}"
         time.sleep(0.01)
 
 

@@ -19,6 +19,7 @@ import torch
 from msrl.rollout.engine import EngineSettings, NewTokens
 from msrl.rollout.runtime.engine_loop import EngineLoop, GroupRequest, LoopMessage, LoopReport
 from msrl.types import Completion, Ints, Prompt, RolloutGroup, SamplingParams, VersionRun
+from support import HANG_S
 
 SAMPLING = SamplingParams(max_tokens=6, num_samples=2, ignore_eos=True)
 
@@ -77,7 +78,7 @@ class ScriptedEngine:
 
 
 def wait_until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + HANG_S
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.001)
@@ -90,7 +91,7 @@ def peek(loop: EngineLoop, *requests: GroupRequest) -> LoopReport:
 
 def wait_for_groups(loop: EngineLoop, count: int) -> dict[str, RolloutGroup]:
     finished = dict[str, RolloutGroup]()
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + HANG_S
     while len(finished) < count:
         assert time.monotonic() < deadline
         finished |= loop.exchange(LoopMessage(received=tuple(finished)), 0.05).finished

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import errno
 import io
 import json
@@ -10,6 +11,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from datetime import date
 from functools import cache
@@ -32,19 +34,37 @@ from msrl.errors import MsrlError
 from msrl.types import Conversation, Message
 from msrl.workflows.engine import choose_renderer
 from msrl.workflows.preprocess import make_job, needs_processes, run, tokenize_all
-from support import assert_mentions, mentions, shared_data
+from support import HANG_S, assert_mentions, mentions, shared_data
 from tiny_qwen2 import make_tokenizer
 from training_runs import Command, children
 
 
+@cache
+def byte_tokenizer() -> str:
+    """Return a folder with a tokenizer of bytes, which opens faster than a published one."""
+    folder = tempfile.mkdtemp()
+    atexit.register(shutil.rmtree, folder)
+    make_tokenizer().save_pretrained(folder)
+    return folder
+
+
+def published_tokenizer() -> Path:
+    return shared_data("tokenizers", "qwen2.5-0.5b-instruct")
+
+
 def preprocess(prefix, **settings):
     settings = {
-        "tokenizer": str(shared_data("tokenizers", "qwen2.5-0.5b-instruct")),
+        "tokenizer": byte_tokenizer(),
         "template": "qwen",
         **settings,
     }
     present = {key: value for key, value in settings.items() if value is not None}
     return run(Config.model_validate({"preprocess": {"output_prefix": str(prefix), **present}}))
+
+
+def preprocess_published(prefix, **settings):
+    """Preprocess with a published tokenizer."""
+    return preprocess(prefix, tokenizer=str(published_tokenizer()), **settings)
 
 
 def jsonl(path, rows) -> list[str]:
@@ -59,7 +79,7 @@ def gsm8k(number: int = 200) -> list[dict]:
 
 @cache
 def qwen():
-    return open_tokenizer(shared_data("tokenizers", "qwen2.5-0.5b-instruct"))
+    return open_tokenizer(published_tokenizer())
 
 
 def render(row: dict):
@@ -75,7 +95,7 @@ def same(a, b) -> bool:
 @pytest.mark.slow
 def test_gsm8k_is_converted_to_examples_in_file_order(tmp_path):
     rows = gsm8k()
-    manifest = preprocess(
+    manifest = preprocess_published(
         tmp_path / "g",
         input=jsonl(tmp_path / "g.jsonl", rows),
         handler="gsm8k",
@@ -107,7 +127,7 @@ def test_gsm8k_is_converted_to_prompts_that_mindspeed_can_read(tmp_path):
     rows = gsm8k()
     inputs = jsonl(tmp_path / "g.jsonl", rows)
     keys = {"extra.source": "question"}
-    manifest = preprocess(
+    manifest = preprocess_published(
         tmp_path / "g",
         input=inputs,
         handler="gsm8k",
@@ -117,7 +137,7 @@ def test_gsm8k_is_converted_to_prompts_that_mindspeed_can_read(tmp_path):
     )
     assert manifest.kind == "prompts"
     data = PromptDataset(tmp_path / "g")
-    hf = load_tokenizer(shared_data("tokenizers", "qwen2.5-0.5b-instruct"))
+    hf = load_tokenizer(published_tokenizer())
     renderer = make_renderer(load_template("qwen_r1"), qwen())
     for number, (row, prompt) in enumerate(zip(rows, data, strict=True)):
         assert prompt.index == number and prompt.answer == row["answer"].split("#### ")[1].replace(
@@ -137,12 +157,12 @@ def test_gsm8k_is_converted_to_prompts_that_mindspeed_can_read(tmp_path):
 def test_the_complete_gsm8k_is_preprocessed_with_two_workers(tmp_path):
     source = [str(shared_data("math", "gsm8k_train.jsonl"))]
     assert (
-        preprocess(
+        preprocess_published(
             tmp_path / "p", input=source, handler="gsm8k", template="qwen_r1", workers=2
         ).num_examples
         == 7473
     )
-    packed = preprocess(
+    packed = preprocess_published(
         tmp_path / "s",
         input=source,
         handler="gsm8k",
@@ -159,7 +179,7 @@ def test_the_complete_gsm8k_is_preprocessed_with_two_workers(tmp_path):
 def test_packed_rows_contain_every_example_once_with_its_boundaries(tmp_path):
     rows = gsm8k()
     inputs = jsonl(tmp_path / "g.jsonl", rows)
-    manifest = preprocess(
+    manifest = preprocess_published(
         tmp_path / "g", input=inputs, handler="gsm8k", kind="sft", seq_length=512, pack=True
     )
     data = SftDataset(tmp_path / "g")
@@ -217,23 +237,25 @@ def test_real_alpaca_and_tool_conversations_are_preprocessed(tmp_path):
         str(shared_data("sft", "alpaca_en_demo.json")),
         str(shared_data("sft", "alpaca_zh_demo.json")),
     ]
-    manifest = preprocess(
+    manifest = preprocess_published(
         tmp_path / "a", input=alpaca, handler="alpaca", template="qwen3", seq_length=4096
     )
     assert manifest.num_examples + sum(manifest.dropped.values()) == 1999
     tools = [str(shared_data("sft", "glaive_toolcall_en_demo.json"))]
     assert (
-        preprocess(tmp_path / "t", input=tools, handler="sharegpt", template="native").num_examples
+        preprocess_published(
+            tmp_path / "t", input=tools, handler="sharegpt", template="native"
+        ).num_examples
         == 300
     )
 
 
 def test_pretraining_text_has_the_tokenizers_ids_and_the_end_of_document(tmp_path):
     source = shared_data("sft", "c4_demo.jsonl")
-    manifest = preprocess(
+    manifest = preprocess_published(
         tmp_path / "c", input=[str(source)], handler="pretrain", template=None, append_eod=True
     )
-    hf = load_tokenizer(shared_data("tokenizers", "qwen2.5-0.5b-instruct"))
+    hf = load_tokenizer(published_tokenizer())
     texts = [json.loads(line)["text"] for line in source.read_text().splitlines()]
     data = TextDataset(tmp_path / "c")
     assert (tmp_path / "c_text_document.bin").exists() and len(data) == manifest.num_rows == len(
@@ -257,7 +279,7 @@ def test_dropped_rows_are_counted_by_reason(tmp_path):
             good,
         ],
     )
-    manifest = preprocess(tmp_path / "x", input=inputs, handler="alpaca", seq_length=64)
+    manifest = preprocess_published(tmp_path / "x", input=inputs, handler="alpaca", seq_length=64)
     assert manifest.num_examples == 2 and manifest.dropped == {
         "empty_answer": 1,
         "empty_prompt": 1,
@@ -348,7 +370,7 @@ def test_a_file_size_limit_is_one_message_and_leaves_nothing(tmp_path):
     tokenizer = shared_data("tokenizers", "qwen2.5-0.5b-instruct")
     command = (
         "trap '' XFSZ; ulimit -f 8; exec "
-        f"{sys.executable} -m msrl preprocess --input {inputs[0]} --handler gsm8k "
+        f"{sys.executable} -B -m msrl preprocess --input {inputs[0]} --handler gsm8k "
         f"--template qwen --tokenizer {tokenizer} --output-prefix {tmp_path / 'out' / 'g'}"
     )
     ended = subprocess.run(["bash", "-c", command], capture_output=True, text=True)
@@ -361,11 +383,11 @@ def test_a_file_size_limit_is_one_message_and_leaves_nothing(tmp_path):
 def test_the_files_of_a_killed_run_are_removed_by_the_next_one(tmp_path):
     inputs = jsonl(tmp_path / "x.jsonl", gsm8k(3))
     many = jsonl(tmp_path / "many.jsonl", gsm8k(1) * 100_000)
-    tokenizer = str(shared_data("tokenizers", "qwen2.5-0.5b-instruct"))
+    tokenizer = str(published_tokenizer())
     arguments = ["--handler", "gsm8k", "--template", "qwen", "--tokenizer", tokenizer]
     paths = ["--input", many[0], "--output-prefix", str(tmp_path / "out" / "g")]
     killed = subprocess.Popen([sys.executable, "-m", "msrl", "preprocess", *arguments, *paths])
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + HANG_S
     while not list((tmp_path / "out").glob("msrl-*/*.bin")) and time.monotonic() < deadline:
         time.sleep(0.02)
     killed.kill()
@@ -429,7 +451,7 @@ def test_processes_start_only_where_they_are_faster(
     file = tmp_path / "x.jsonl"
     with file.open("wb") as empty:
         empty.truncate(min(size, 1 << 32))
-    tokenizer = str(shared_data("tokenizers", "qwen2.5-0.5b-instruct"))
+    tokenizer = str(published_tokenizer())
     values = {"handler": "alpaca", "template": "qwen", "tokenizer": tokenizer, "workers": 2}
     section = Config.model_validate({"preprocess": {**values, **settings}}).preprocess
     assert needs_processes(make_job(section), (file,), section.workers) == expected
@@ -511,7 +533,7 @@ def test_a_terminated_run_leaves_no_workers_and_after_sigterm_no_files(tmp_path,
         tmp_path / "in.jsonl",
         [{"instruction": "question " * 20, "output": "answer " * 50}] * 100_000,
     )
-    tokenizer = str(shared_data("tokenizers", "qwen2.5-0.5b-instruct"))
+    tokenizer = str(published_tokenizer())
     flags = [
         "--input",
         *files,
@@ -528,7 +550,7 @@ def test_a_terminated_run_leaves_no_workers_and_after_sigterm_no_files(tmp_path,
     with subprocess.Popen(
         [sys.executable, "-c", "from msrl.cli.app import main; main()", "preprocess", *flags]
     ) as process:
-        deadline = time.monotonic() + 300
+        deadline = time.monotonic() + HANG_S
         while not any(path.stat().st_size for path in tmp_path.glob("msrl-preprocess-*/*.bin")):
             assert process.poll() is None and time.monotonic() < deadline
             time.sleep(0.05)
@@ -576,7 +598,7 @@ def test_threads_write_the_rows_of_one_thread_with_control_tokens_as_text(tmp_pa
         for i in range(2000)
     ]
     inputs = jsonl(tmp_path / "x.jsonl", rows)
-    tokenizer = str(shared_data("tokenizers", "qwen2.5-0.5b-instruct"))
+    tokenizer = str(published_tokenizer())
     values = {"input": inputs, "handler": "alpaca", "template": "qwen", "tokenizer": tokenizer}
     job = make_job(Config.model_validate({"preprocess": values}).preprocess)
     batches = list(read_batches(find_files(inputs)))

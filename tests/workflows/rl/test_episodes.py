@@ -55,7 +55,7 @@ from msrl.workflows.rl.asynchronous.records import decode, encode
 from msrl.workflows.rl.update.advantages import placed_rewards
 from msrl.workflows.rollout_log import RolloutLog
 from prepared_steps import make_step
-from support import mentions
+from support import HANG_S, mentions
 from tiny_qwen2 import make_tokenizer
 
 END = 2  # <|im_end|>
@@ -503,7 +503,7 @@ def test_weights_that_change_within_an_episode_are_recorded_by_token(
     loop.exchange(LoopMessage((GroupRequest("a", prompt, SAMPLING, (None,)),)), 0.0)
 
     def wait_for(condition: Callable[[], bool]) -> None:
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + HANG_S
         while not condition():
             assert time.monotonic() < deadline
             time.sleep(0.001)
@@ -530,7 +530,7 @@ def test_an_aborted_group_closes_its_environments(template: EpisodeTemplate) -> 
     loop.start()
     request = GroupRequest("a", Prompt(0, np.arange(5)), SAMPLING, (1, 2))
     loop.exchange(LoopMessage((request,)), 0.0)
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + HANG_S
     while len(environments.waiting) < 2 and time.monotonic() < deadline:
         time.sleep(0.001)
     loop.exchange(LoopMessage(aborted=("a",)), 0.0)

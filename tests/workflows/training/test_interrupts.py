@@ -92,7 +92,7 @@ import os, signal, sys, time
 from msrl.workflows.training.interrupts import EndAtOnce, Interrupts, lasting_output
 with lasting_output(), EndAtOnce(), Interrupts() as interrupts:
     print("ready", flush=True)
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 900
     while not interrupts.asked and time.monotonic() < deadline:
         time.sleep(0.01)
     time.sleep(0.2)

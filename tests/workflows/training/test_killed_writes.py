@@ -217,6 +217,7 @@ def in_child(write: Callable[[Path], object], folder: Path, prepare: Callable[[]
         code = 4
         try:
             os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+            sys.dont_write_bytecode = True  # a limit on files would cut it
             prepare()
             write(folder)
             code = 0
