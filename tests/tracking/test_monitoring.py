@@ -222,8 +222,9 @@ def test_a_session_profiles_only_its_steps(tmp_path: Path):
     session = TrainingSession.__new__(TrainingSession)
     profiled = config(tmp_path, "log.profile.steps=[2]", "log.profile.ranks=[0,1]")
     session._config, session._trainers = profiled, trainers  # type: ignore[assignment]
-    session._start_step, session._num_steps, session._is_over = 0, 3, False
-    session._log = SimpleNamespace(path=tmp_path)  # type: ignore[assignment]
+    session._start_step, session._step, session._num_steps, session._is_over = 0, 0, 3, False
+    log = SimpleNamespace(path=tmp_path, show_stage=lambda *_: None)
+    session._log = log  # type: ignore[assignment]
     for step in session.steps():
         calls.append((str(step + 1),))
     assert calls == [("1",), ("step_000002", "(0, 1)"), ("2",), ("end",), ("3",)]
