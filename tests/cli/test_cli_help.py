@@ -17,7 +17,7 @@ from msrl.cli.app import app
 from msrl.cli.execute import key_flags
 from msrl.config.facts import key_facts
 from msrl.config.options import OPTIONS, options
-from support import ROOT
+from support import ROOT, assert_mentions
 from test_cli import COMMANDS, msrl
 
 PROGRAM: Any = typer.main.get_command(app)
@@ -237,3 +237,11 @@ def test_the_documentation_lists_the_other_names_of_options_and_their_keys():
     rows = re.findall(r"^\| `--(\w+)` \| `([\w.]+)` \|", text, re.M)
     keys = {option.names[0]: option.key for option in options("train-sft")}
     assert [(name, keys[f"--{name}"]) for name, _ in rows] == rows and len(rows) == 9
+
+
+@pytest.mark.parametrize("group", ["", "config ", "cluster "])
+def test_an_unknown_command_names_the_help_of_its_group(
+    group: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert msrl(*group.split(), "zzz") == 2
+    assert_mentions(capsys.readouterr().err, "zzz", f"`msrl {group}--help`")

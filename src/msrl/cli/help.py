@@ -104,7 +104,7 @@ class Group(TyperGroup):
         """
         is_unknown = self.get_command(ctx, args[0]) is None and not args[0].startswith("-")
         if is_unknown and not ctx.resilient_parsing:
-            ctx.fail(hints.unknown_command(args[0], ctx.find_root().command))
+            ctx.fail(hints.unknown_command(args[0], ctx.find_root().command, ctx.command_path))
         return super().resolve_command(ctx, args)
 
 

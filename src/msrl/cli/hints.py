@@ -94,14 +94,14 @@ _OTHER_WORDS = {
 }
 
 
-def unknown_command(word: str, root: Any) -> str:
-    """Return the error message about an unknown command, with similar commands."""
+def unknown_command(word: str, root: Any, path: str) -> str:
+    """Return the error message about an unknown command of the group at `path` (`msrl config`)."""
     commands = tuple(_commands(root))
     similar = _similar(word.lower().replace("_", "-"), commands)
     suggestion = (
         f" Did you mean {_alternatives(similar)}?"
         if similar
-        else " `msrl --help` lists the commands."
+        else f" `{path} --help` lists the commands."
     )
     return f"No such command {word!r}.{suggestion}"
 
