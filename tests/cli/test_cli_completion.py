@@ -100,20 +100,30 @@ CASES: dict[str, tuple[list[str], set[str]]] = {
 }
 
 
+QUICK = ("a command", "a key in one word with its option", "a file or a packaged configuration")
+
+
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    "names",
+    [pytest.param(QUICK, id="some"), pytest.param(tuple(CASES), id="all", marks=pytest.mark.full)],
+)
 @needs_bash
-def test_bash_completes_through_the_script_that_msrl_prints(environment: dict[str, str]):
+def test_bash_completes_through_the_script_that_msrl_prints(
+    names: tuple[str, ...], environment: dict[str, str]
+):
+    cases = {name: CASES[name] for name in names}
     requests = "\n".join(
         f"COMP_WORDS=(msrl {' '.join(repr(word) for word in words)}); COMP_CWORD={len(words)}; "
         "COMPREPLY=(); _msrl_completion msrl\n"
         'printf "%s\\n" "${COMPREPLY[@]}"; echo --end'
-        for words, _ in CASES.values()
+        for words, _ in cases.values()
     )
     answers = in_bash(f'eval "$(msrl --show-completion)"\n{requests}', environment).split(
         "--end\n"
     )[:-1]
-    assert {name: {*answer.split()} for name, answer in zip(CASES, answers, strict=True)} == {
-        name: values for name, (_, values) in CASES.items()
+    assert {name: {*answer.split()} for name, answer in zip(cases, answers, strict=True)} == {
+        name: values for name, (_, values) in cases.items()
     }
 
 

@@ -93,10 +93,8 @@ def test_tokenizer_chat_template_and_end_tokens_are_those_of_the_file(tmp_path):
     assert generation["eos_token_id"] == [2, 1]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "name", ["qwen2.5-0.5b-instruct", pytest.param("qwen3-4b", marks=pytest.mark.full)]
-)
+@pytest.mark.full
+@pytest.mark.parametrize("name", ["qwen2.5-0.5b-instruct", "qwen3-4b"])
 def test_texts_have_the_tokens_of_the_original_tokenizer(name, tmp_path):
     from transformers import AutoTokenizer
 

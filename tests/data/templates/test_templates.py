@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from functools import cache
-
 import numpy as np
 import pytest
 from tokenizers import AddedToken
@@ -13,6 +11,7 @@ from msrl.data.templates.files import load_template, template_names
 from msrl.data.tokenizer import load_tokenizer, text_tokenizer
 from msrl.errors import MsrlError
 from msrl.types import Conversation, Message
+from published_tokenizers import published_tokenizer, with_chat_template
 from support import assert_mentions, mentions, shared_data
 
 SYSTEM = "You are a helpful assistant."
@@ -27,17 +26,12 @@ PREAMBLE = (
 )
 
 
-@cache
-def hf_tokenizer(name):
-    return load_tokenizer(shared_data("tokenizers", name))
-
-
 def qwen2():
-    return hf_tokenizer("qwen2.5-0.5b-instruct")
+    return published_tokenizer("qwen2.5-0.5b-instruct")
 
 
 def qwen3():
-    return hf_tokenizer("qwen3-4b")
+    return published_tokenizer("qwen3-4b")
 
 
 def renderer(template: str, hf, **options) -> Renderer:
@@ -200,14 +194,13 @@ def test_native_has_the_ids_and_masks_of_the_packaged_template(template, hf):
 
 @pytest.mark.slow
 def test_native_masks_follow_generation_blocks(tmp_path):
-    hf = load_tokenizer(shared_data("tokenizers", "qwen2.5-0.5b-instruct"))
-    hf.chat_template = "{% for m in messages %}{% if m.role == 'assistant' %}"
-    hf.chat_template += "A:{% generation %}{{ m.content }}!{% endgeneration %}\n{% else %}"
-    hf.chat_template += "Q:{{ m.content }}\n{% endif %}{% endfor %}"
-    hf.save_pretrained(tmp_path)
-    hf = load_tokenizer(tmp_path)
-    example = renderer("native", hf).examples([CONVERSATIONS["several turns"]])[0]
-    assert trained_texts(hf, example) == ["Hello! How can I help?!", "Yes.\n\nSure.!"]
+    chat_template = "{% for m in messages %}{% if m.role == 'assistant' %}"
+    chat_template += "A:{% generation %}{{ m.content }}!{% endgeneration %}\n{% else %}"
+    chat_template += "Q:{{ m.content }}\n{% endif %}{% endfor %}"
+    tokenizer = with_chat_template("qwen2.5-0.5b-instruct", chat_template, tmp_path)
+    native = make_renderer(load_template("native"), tokenizer)
+    example = native.examples([CONVERSATIONS["several turns"]])[0]
+    assert trained_texts(qwen2(), example) == ["Hello! How can I help?!", "Yes.\n\nSure.!"]
 
 
 def test_native_trains_an_answer_that_contains_its_end_token_to_its_end():
@@ -217,7 +210,7 @@ def test_native_trains_an_answer_that_contains_its_end_token_to_its_end():
 
 
 def test_native_needs_a_chat_template():
-    gpt2 = load_tokenizer(shared_data("tokenizers", "gpt2"))
+    gpt2 = published_tokenizer("gpt2")
     with pytest.raises(MsrlError, match=mentions("chat template")):
         renderer("native", gpt2).prompt(talk(("user", "Hi")))
 
@@ -244,7 +237,7 @@ def test_qwen_math_r1_asks_for_a_box():
 
 
 def test_a_mistral_prompt_is_equal_to_the_rendering_of_mistral():
-    hf = hf_tokenizer("mistral-7b-instruct-v0.2")
+    hf = published_tokenizer("mistral-7b-instruct-v0.2")
     conversation = talk(("user", "Hi <s> there"))
     plain = talk(("user", "Hi there"))
     assert renderer("mistral", hf).prompt(plain).tolist() == hf_ids(hf, plain)
@@ -256,7 +249,7 @@ def test_a_mistral_prompt_is_equal_to_the_rendering_of_mistral():
 
 
 def test_mistral_puts_the_system_text_inside_the_first_question():
-    hf = hf_tokenizer("mistral-7b-instruct-v0.2")
+    hf = published_tokenizer("mistral-7b-instruct-v0.2")
     prompt = renderer("mistral", hf).prompt(talk(("system", "Be brief."), ("user", "Hi")))
     assert (
         prompt.tolist()
@@ -265,7 +258,7 @@ def test_mistral_puts_the_system_text_inside_the_first_question():
 
 
 def test_default_and_empty_are_plain_text():
-    gpt2 = hf_tokenizer("gpt2")
+    gpt2 = published_tokenizer("gpt2")
     default = renderer("default", gpt2).examples(
         [talk(("system", "Be brief."), ("user", "Hi"), ("assistant", " Hello"))]
     )[0]
@@ -335,14 +328,14 @@ def test_a_quoted_control_token_does_not_change_the_ids_before_it():
 
 
 def test_bos_and_eos_in_the_text_of_a_row_remain_text():
-    hf = hf_tokenizer("mistral-7b-instruct-v0.2")
+    hf = published_tokenizer("mistral-7b-instruct-v0.2")
     text = "say </s> and <s> twice"
     example = renderer("mistral", hf).examples([talk(("user", text), ("assistant", text))])[0]
     assert [int((example.token_ids == number).sum()) for number in (1, 2)] == [1, 1]
     assert example.token_ids[-1] == 2
     start = hf("<s>[INST] say", add_special_tokens=False)["input_ids"]
     assert example.token_ids[: len(start)].tolist() == start
-    gpt2 = hf_tokenizer("gpt2")
+    gpt2 = published_tokenizer("gpt2")
     default = renderer("default", gpt2).examples(
         [talk(("user", "Hi"), ("assistant", "<|endoftext|> is text"))]
     )[0]
@@ -354,7 +347,7 @@ def test_bos_and_eos_in_the_text_of_a_row_remain_text():
 
 
 def test_the_rendered_template_keeps_control_tokens_of_a_row_and_empty_refuses_them():
-    gpt2, row = hf_tokenizer("gpt2"), talk(("user", "a<|endoftext|>"))
+    gpt2, row = published_tokenizer("gpt2"), talk(("user", "a<|endoftext|>"))
     assert renderer("rendered", gpt2).prompt(row).tolist()[-1] == gpt2.eos_token_id
     with pytest.raises(MsrlError, match=mentions("empty", "<|endoftext|>", "rendered")):
         renderer("empty", gpt2).prompt(row)
@@ -423,12 +416,14 @@ def test_added_tokens_that_always_match_are_split_in_the_text_of_a_row(tmp_path)
 def test_stop_tokens_come_from_the_template_and_the_tokenizer():
     qwen = renderer("qwen", qwen2())
     assert qwen.eos_token_id == 151645 and qwen.stop_token_ids == (151645,)
-    assert renderer("mistral", hf_tokenizer("mistral-7b-instruct-v0.2")).stop_token_ids == (2,)
+    assert renderer("mistral", published_tokenizer("mistral-7b-instruct-v0.2")).stop_token_ids == (
+        2,
+    )
 
 
 def test_a_template_with_tokens_that_the_tokenizer_lacks_is_refused():
     with pytest.raises(MsrlError, match=mentions("template qwen", "'<|im_start|>'")):
-        renderer("qwen", hf_tokenizer("gpt2"))
+        renderer("qwen", published_tokenizer("gpt2"))
     with pytest.raises(MsrlError, match="beginning-of-text"):
         renderer("mistral", qwen2())
 
@@ -484,7 +479,7 @@ def test_a_custom_template_is_a_file(tmp_path):
     path.write_text(
         'user: "Q: {{content}}\\n"\nassistant_start: "A:"\nassistant: "{{content}}{{eos}}"\n'
     )
-    example = renderer(str(path), hf_tokenizer("gpt2")).examples(
+    example = renderer(str(path), published_tokenizer("gpt2")).examples(
         [talk(("user", "1?"), ("assistant", " 2"))]
     )[0]
-    assert hf_tokenizer("gpt2").decode(example.token_ids) == "Q: 1?\nA: 2<|endoftext|>"
+    assert published_tokenizer("gpt2").decode(example.token_ids) == "Q: 1?\nA: 2<|endoftext|>"

@@ -12,12 +12,13 @@ from msrl.data.native import turn_fields
 from msrl.data.render import Renderer, make_renderer
 from msrl.data.templates.files import load_template
 from msrl.data.templates.form import Template
-from msrl.data.tokenizer import TextTokenizer, load_tokenizer, text_tokenizer
+from msrl.data.tokenizer import TextTokenizer, text_tokenizer
 from msrl.environments.tools import split_thoughts
 from msrl.errors import MsrlError
 from msrl.thoughts import SplitAnswer, split_thought, without_thought
 from msrl.types import Conversation, Message
-from support import mentions, shared_data
+from published_tokenizers import published_tokenizer, with_chat_template
+from support import mentions
 
 SPLITS: list[tuple[str, bool, SplitAnswer]] = [
     ("four", False, SplitAnswer(None, "four")),
@@ -64,7 +65,7 @@ def test_a_ground_truth_has_no_thought_and_no_part_of_one():
 
 @cache
 def tokenizer() -> TextTokenizer:
-    return text_tokenizer(load_tokenizer(shared_data("tokenizers", "qwen3-4b")))
+    return text_tokenizer(published_tokenizer("qwen3-4b"))
 
 
 def qwen3(name: str) -> Renderer:
@@ -121,14 +122,13 @@ def test_a_template_that_begins_the_thought_does_not_repeat_its_tag():
 
 @pytest.mark.slow
 def test_a_native_template_that_begins_the_thought_trains_it(tmp_path: Path):
-    hf = load_tokenizer(shared_data("tokenizers", "qwen3-4b"))
-    source = hf.chat_template
+    source = published_tokenizer("qwen3-4b").chat_template
     generation = source.rindex("<|im_start|>assistant\\n")
-    hf.chat_template = source[:generation] + source[generation:].replace(
+    chat_template = source[:generation] + source[generation:].replace(
         "<|im_start|>assistant\\n", "<|im_start|>assistant\\n<think>\\n", 1
     )
-    hf.save_pretrained(tmp_path)
-    renderer = make_renderer(load_template("native"), text_tokenizer(load_tokenizer(tmp_path)))
+    tokenizer = with_chat_template("qwen3-4b", chat_template, tmp_path)
+    renderer = make_renderer(load_template("native"), tokenizer)
     for answer in ("<think>\na\n</think>\n\nb", "a</think>b"):
         assert targets(renderer, talk(answer)) == "a\n</think>\n\nb<|im_end|>"
 
