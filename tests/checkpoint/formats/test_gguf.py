@@ -219,7 +219,7 @@ def test_a_written_file_has_the_contents_of_the_file_that_it_comes_from(name, tm
     original = write_gguf(tmp_path / "model.gguf", name, make_model(name))
     assert convert(original, tmp_path / "hf", "--no-verify") == 0
     assert write(tmp_path / "hf", tmp_path / "out") == 0, capsys.readouterr()
-    assert_mentions(capsys.readouterr().out, "equal bit for bit", "tokens", "logits")
+    assert_mentions(capsys.readouterr().out, "equal", "tokens", "logits")
     before, after = read_gguf(original), read_gguf(tmp_path / "out" / "model.gguf")
     assert before.metadata.items() <= after.metadata.items()
     assert before.tensors.keys() == after.tensors.keys()
