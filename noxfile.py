@@ -25,6 +25,7 @@ ROOT = Path(__file__).resolve().parent
 PEERS_DIR = ROOT / "../shared/bench"
 TORCH = "torch==2.13.0"
 TORCH_NPU = "torch_npu==2.13.0"  # the release for TORCH; NPUs themselves use 2.10
+MEGATRON_NEXT = "megatron-core==0.19.2"  # the extras install 0.16.1
 TRACKERS = ("swanlab", "wandb")  # extras of pyproject.toml; TensorBoard is always installed
 PLAYWRIGHT = "playwright==1.65.2"
 AXE_URL = "https://registry.npmjs.org/axe-core/-/axe-core-4.10.3.tgz"
@@ -56,6 +57,9 @@ ORACLE_TESTS = (
     "tests/algorithms/test_turns_peers.py",
     "tests/algorithms/test_averaging_groups.py",
 )
+
+# Tests of training, conversion and resumed trainings.
+MEGATRON_TESTS = ("tests/trainer", "tests/models", "tests/checkpoint", "tests/verification")
 
 # Memory of the largest test files, each with ranks, an engine, verifiers and a Ray cluster.
 BYTES_PER_WORKER = 6 << 30
@@ -138,6 +142,21 @@ def npu(session: nox.Session) -> None:
         pip(session, "install", "-q", "--no-deps", "--target", str(needs), "scipy")
     simulator = ("tests/npu/simulator.py", "--packages", str(packages))
     python(session, *simulator, "-m", "pytest", "-n", "0", "tests/npu", *session.posargs)
+
+
+@nox.session(name="megatron-next")
+def megatron_next(session: nox.Session) -> None:
+    """Run the tests of training and conversion with megatron-core 0.19: `-- [TEST...]`."""
+    interpreter = newer_interpreter()
+    if interpreter is None:
+        session.skip(f"{MEGATRON_NEXT} needs Python 3.12 or 3.13, on PATH or installed by pyenv")
+    install(session, "cpu,dev")
+    folder = ROOT / ".nox" / "megatron-next"
+    other = install_megatron_next(session, interpreter, folder)
+    command = ("-m", "pytest", "-rs", "-m", "not full", *parallel_options())
+    env = OFFLINE | ONE_THREAD | BYTECODE_FILES | {"MSRL_OTHER_MEGATRON": str(other)}
+    tests = session.posargs or MEGATRON_TESTS
+    session.run(str(folder / "bin" / "python"), *command, *tests, env=env)
 
 
 @nox.session
@@ -327,6 +346,43 @@ def install_torch_npu(session: nox.Session, folder: Path) -> None:
         version = sys.version.split()[0]
         session.skip(f"pip cannot install {TORCH_NPU} for Python {version} on this machine")
     stamp_file.write_text(TORCH_NPU + sys.version)
+
+
+def newer_interpreter() -> str | None:
+    """Return an interpreter of Python 3.12 or 3.13: this one, one on PATH, or one of pyenv."""
+    pyenv = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv"))
+    candidates = (
+        sys.executable,
+        *filter(None, map(shutil.which, ("python3.12", "python3.13"))),
+        *map(str, sorted(pyenv.glob("versions/3.1[23].*/bin/python"))),
+    )
+    check = ("-c", "import sys; sys.exit(not (3, 12) <= sys.version_info[:2] <= (3, 13))")
+    # pyenv's shims fail for versions that are not selected.
+    codes = ((path, subprocess.run([path, *check], capture_output=True)) for path in candidates)
+    return next((path for path, done in codes if done.returncode == 0), None)
+
+
+def install_megatron_next(session: nox.Session, interpreter: str, folder: Path) -> Path:
+    """Install msrl with a newer megatron-core into an environment in `folder`.
+
+    Returns a folder with the version of the extras.
+    """
+    project = nox.project.load_toml(ROOT / "pyproject.toml")["project"]
+    packages = project["optional-dependencies"]["cpu"]
+    (installed,) = (name for name in packages if name.startswith("megatron-core"))
+    other = folder / installed.replace("==", "-")
+    stamp_file = folder / "msrl-megatron-next.stamp"
+    state = f"{fingerprint('cpu,dev')} {MEGATRON_NEXT}"
+    if stamp_file.exists() and stamp_file.read_text() == state:
+        return other
+    session.run_install(interpreter, "-m", "venv", "--clear", str(folder))
+    own_pip = (str(folder / "bin" / "python"), "-m", "pip")
+    session.run_install(*own_pip, "install", "-q", "-e", ".[cpu,dev]", *torch_index(session))
+    session.run_install(*own_pip, "uninstall", "-q", "-y", *INCOMPATIBLE_PACKAGES)
+    session.run_install(*own_pip, "install", "-q", "--no-deps", "--target", str(other), installed)
+    session.run_install(*own_pip, "install", "-q", "--no-deps", MEGATRON_NEXT)
+    stamp_file.write_text(state)
+    return other
 
 
 def install_playwright(session: nox.Session, folder: Path) -> None:

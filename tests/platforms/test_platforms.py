@@ -12,6 +12,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+from packaging.specifiers import SpecifierSet
 
 from msrl import registry
 from msrl.errors import MsrlError
@@ -198,7 +199,8 @@ def test_megatron_is_imported_unmodified_after_prepare():
         "from msrl.platforms import get; get('cpu').prepare(); import megatron.core; "
         "print(megatron.core.__version__)"
     )
-    assert _python(code).startswith("0.16")
+    version = _python(code).partition("+")[0]  # in a checkout, Megatron adds the commit
+    assert SpecifierSet(get("cpu").stack["megatron-core"]).contains(version)
 
 
 @pytest.mark.slow

@@ -50,12 +50,12 @@ def test_all_documented_nox_sessions_exist() -> None:
     mentioned = {
         session
         for file in ("README.md", "CONTRIBUTING.md", "pyproject.toml")
-        for session in re.findall(r"nox -s (\w+)", (ROOT / file).read_text())
+        for session in re.findall(r"nox -s ([\w-]+)", (ROOT / file).read_text())
     }
     listed = subprocess.run(
         [sys.executable, "-m", "nox", "-l"], cwd=ROOT, capture_output=True, text=True, check=True
     ).stdout
-    assert mentioned <= set(re.findall(r"^[*-] (\w+)", listed, re.M))
+    assert mentioned <= set(re.findall(r"^[*-] ([\w-]+)", listed, re.M))
 
 
 def test_every_tracker_that_is_an_extra_is_tested_in_its_own_environment() -> None:

@@ -1,8 +1,8 @@
 """Settings of megatron-core for a shape, under the argument names of its `TransformerConfig`.
 
-They are plain values (checked against 0.16.1). The trainer adds the parallel layout, dtypes and
-fusions. It also replaces the rotary embedding and the attention: megatron-core's own implement only
-some of the variants in Hugging Face configs, `trainer/model/rope.py` and
+They are plain values (checked against 0.16.1 and 0.19.2). The trainer adds the parallel layout,
+dtypes and fusions. It also replaces the rotary embedding and the attention: megatron-core's own
+implement only some of the variants in Hugging Face configs, `trainer/model/rope.py` and
 `trainer/model/attention.py` implement all of them.
 """
 

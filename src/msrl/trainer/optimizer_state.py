@@ -120,7 +120,7 @@ def _owned_range(chain: ChainedOptimizer, parameter: torch.nn.Parameter) -> _Own
     """Return the range that this rank updates; None if other ranks own all of the parameter.
 
     Reads DistributedOptimizer.model_param_group_index_map and _get_model_param_range_map of
-    megatron-core 0.16.1.
+    megatron-core.
     """
     for distributed in active_optimizers(chain):
         indices = distributed.model_param_group_index_map.get(parameter)

@@ -23,8 +23,12 @@ from pathlib import Path
 
 from msrl.processes import fork_template
 
-# Libraries read them when they are imported.
-_READ_BY_IMPORTS = ("OMP_NUM_THREADS", "OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "TORCHDYNAMO_DISABLE")
+# Libraries read them when they are imported; the last names a folder in PYTHONPATH with another
+# megatron-core.
+_READ_BY_IMPORTS = (
+    *("OMP_NUM_THREADS", "OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "TORCHDYNAMO_DISABLE"),
+    "MSRL_MEGATRON",
+)
 _LARGEST_REQUEST = 1 << 17
 start_interpreter = fork_template.start_process
 _sockets: dict[tuple[str | None, ...], socket.socket] = {}  # of the importing processes

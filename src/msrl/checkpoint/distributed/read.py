@@ -25,6 +25,10 @@ from msrl.checkpoint.torch_files.whole_files import UNREADABLE
 from msrl.errors import MsrlError
 from msrl.files import is_file_name
 
+# Object in which megatron-core 0.19 saves what earlier versions write to `common.pt`
+# (dist_checkpointing/serialization.py, `load_common_state_dict`).
+_COMMON_OBJECT = "common_state/shard_0_1"
+
 
 @dataclass(frozen=True, slots=True)
 class StoredChunk:
@@ -62,9 +66,16 @@ def read_common(folder: Path) -> dict[str, Any]:
 
     `args` is empty if the checkpoint records none.
     """
-    contents = read_torch_file(folder / COMMON, mmap=False)
+    path = folder / COMMON
+    stored = None if path.exists() else read_metadata(folder)[1].get(_COMMON_OBJECT)
+    if stored is None:
+        contents = read_torch_file(path, mmap=False)
+    else:
+        path = folder / stored.name
+        values = SectionFile(path).value(stored.begin, stored.length)
+        contents = values[0] if isinstance(values, list) and len(values) == 1 else values
     if not isinstance(contents, dict):
-        raise MsrlError(f"{folder / COMMON}: not the common file of a distributed checkpoint")
+        raise MsrlError(f"{path}: not the common values of a distributed checkpoint")
     if not isinstance(contents.get("args"), argparse.Namespace):
         contents["args"] = argparse.Namespace()
     return cast("dict[str, Any]", contents)

@@ -119,6 +119,19 @@ class SectionFile:
         Raises:
             MsrlError: The range contains no tensor or exceeds the file.
         """
+        tensor = self.value(begin, length)
+        if not isinstance(tensor, Tensor):
+            raise MsrlError(
+                f"{self._path}: not a tensor at byte {begin}: it is a {type(tensor).__name__}"
+            )
+        return tensor.detach()
+
+    def value(self, begin: int, length: int) -> Any:
+        """Return the value in a byte range, such as a tensor or the arguments of a training.
+
+        Raises:
+            MsrlError: The range contains no such value or exceeds the file.
+        """
         if begin < 0 or length < 0:
             raise MsrlError(
                 f"{self._path}: a tensor cannot start at byte {begin} with {length} bytes. "
@@ -130,14 +143,8 @@ class SectionFile:
                 f"{begin + length}). Copy it again."
             )
         try:
-            return self._view(begin, length)
+            with self._path.open("rb") as file:
+                window: Any = Window(file, begin, length)
+                return read_archive(window, self._bytes[begin : begin + length])
         except UNREADABLE as error:
             raise MsrlError(f"{self._path}: not a tensor at byte {begin}: {error}") from error
-
-    def _view(self, begin: int, length: int) -> Tensor:
-        with self._path.open("rb") as file:
-            window: Any = Window(file, begin, length)
-            tensor = read_archive(window, self._bytes[begin : begin + length])
-        if not isinstance(tensor, Tensor):
-            raise ValueError(f"it is a {type(tensor).__name__}")
-        return tensor.detach()

@@ -93,8 +93,9 @@ class Router(TopKRouter):
         *,
         moe: Moe,
         number: int,
+        **options: Any,  # of versions after 0.16.1
     ) -> None:
-        super().__init__(config, pg_collection)
+        super().__init__(config, pg_collection, **options)
         self.moe = moe
         self.number = number  # among the mixture layers of the model
         # Set once by a training that balances experts (`balance.py`).
@@ -108,7 +109,7 @@ class Router(TopKRouter):
     ) -> tuple[Tensor, Tensor]:
         """Return weights [n, E], 0 for experts that were not chosen, and the choice [n, E] bool.
 
-        Replaces TopKRouter.forward of megatron-core 0.16.1, whose second argument is a padding
+        Replaces TopKRouter.forward of megatron-core, whose second argument is a padding
         mask.
         """
         self._maintain_float32_expert_bias()
@@ -137,7 +138,7 @@ class MixtureLayer(TransformerLayer):
     ) -> tuple[Tensor, Tensor | None]:
         """Pass the token groups and the routes to the router.
 
-        Replaces TransformerLayer.forward and MoELayer.forward of megatron-core 0.16.1, which pass
+        Replaces TransformerLayer.forward and MoELayer.forward of megatron-core, which pass
         only a padding mask.
         """
         arguments["packed_seq_params"] = packed_seq_params
@@ -157,7 +158,7 @@ def _run_experts(
     hidden: Tensor,  # [n, 1, c]
     expert_groups: Tensor | None,  # [n, G] bool
 ) -> Tensor:  # [n, 1, c]
-    """Run the steps of MoELayer.forward of megatron-core 0.16.1, without partial CUDA graphs."""
+    """Run the steps of MoELayer.forward of megatron-core, without partial CUDA graphs."""
     shared = moe.shared_experts_compute(hidden)
     probs, chosen = cast("Router", moe.router)(hidden, expert_groups, routes)
     dispatched, probs = moe.preprocess(hidden, probs, chosen)
@@ -221,7 +222,7 @@ class GroupedExperts(SequentialMLP):
         tokens_per_expert: Tensor,  # [E]
         permuted_probs: Tensor,  # [n]
     ) -> tuple[Tensor, Tensor | None]:  # [n, c]
-        """Replace SequentialMLP.forward of megatron-core 0.16.1."""
+        """Replace SequentialMLP.forward of megatron-core."""
         experts = cast("list[MLP]", list(self.local_experts))
         if len(experts) == 1 or any(map(_has_hooks, experts)):
             return super().forward(permuted_local_hidden_states, tokens_per_expert, permuted_probs)

@@ -64,7 +64,7 @@ class PolicyModel(GPTModel):
     ) -> Tensor | HiddenStates:
         """Run this stage.
 
-        Replaces GPTModel.forward of megatron-core 0.16.1, which has the same three steps. Rotary
+        Replaces GPTModel.forward of megatron-core, which has the same three steps. Rotary
         embeddings are part of `packed`.
 
         Returns:

@@ -100,7 +100,7 @@ class Links(P2PCommunicator):
 
         Shapes are exchanged first, since micro-batches differ in length.
 
-        Overrides P2PCommunicator._communicate of megatron-core 0.16.1.
+        Overrides P2PCommunicator._communicate of megatron-core.
         """
         self._sent = [
             (request, tensor) for request, tensor in self._sent if not request.is_completed()

@@ -1,8 +1,8 @@
-"""Internals of megatron-core 0.16.1 that msrl overrides or calls, with the parameters it relies on.
+"""Internals of megatron-core that msrl overrides or calls, with the parameters it relies on.
 
-They are not public, so another version may change them. `check_seams` compares signatures once,
-when the first model is built. It accepts wrappers that hide their signature, such as MindSpeed's
-patches.
+They are not public, so another version may change them: 0.16.1 and 0.18.0 to 0.19.2 have these
+parameters. `check_seams` compares signatures once, when the first model is built. It accepts
+wrappers that hide their signature, such as MindSpeed's patches.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from msrl.errors import MsrlError
 
-VERSION = "0.16.1"
+VERSIONS = "0.16.1 or 0.18 to 0.19"
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +108,7 @@ def check_seams(seams: tuple[Seam, ...] = SEAMS) -> None:
     if changed:
         raise MsrlError(
             f"megatron-core={megatron.core.__version__}: msrl relies on other parameters of "
-            f"{', '.join(changed)}. Install megatron-core {VERSION}."
+            f"{', '.join(changed)}. Install megatron-core {VERSIONS}."
         )
 
 

@@ -28,7 +28,7 @@ class GatedAttention(SelfAttention):
     ) -> Any:
         """Return queries [N, 1, h, d], keys and values [N, 1, g, d] and gates [N, 1, h, d].
 
-        Replaces SelfAttention.get_query_key_value_tensors of megatron-core 0.16.1.
+        Replaces SelfAttention.get_query_key_value_tensors of megatron-core.
         """
         size, groups = self.hidden_size_per_attention_head, self.num_query_groups_per_partition
         linear, query_norm, key_norm = (
