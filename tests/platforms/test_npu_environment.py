@@ -6,11 +6,14 @@ import os
 
 import pytest
 
+import families
 from msrl.config.loader import load
 from msrl.config.sections.rollout import EngineConfig
 from msrl.errors import MsrlError
+from msrl.models.families import load_shape
 from msrl.platforms import get
 from msrl.rollout.engine import EngineSettings
+from msrl.rollout.engine_arguments import engine_arguments
 from msrl.rollout.vllm import _prepare_environment
 from msrl.workflows.training.settings import worker_variables
 from support import assert_mentions, mentions
@@ -97,9 +100,23 @@ def test_an_engine_loads_weights_in_the_plain_layout_and_captures_graphs(monkeyp
     assert len(lines) == 2 and all(f"{k}={v}" in "\n".join(lines) for k, v in variables.items())
 
 
-def test_an_engine_whose_weights_change_captures_no_graphs():
-    assert NPU.engine_arguments(weights_change=True)["enforce_eager"] is True
-    assert "enforce_eager" not in NPU.engine_arguments()
+def test_an_engine_whose_weights_change_captures_graphs_only_on_request(tmp_path):
+    folder = families.save_model(tmp_path, families.FAMILIES["qwen3"].config)
+    eager = {
+        (weights_change, setting): engine_arguments(
+            EngineSettings(
+                folder, engine=EngineConfig(eager=setting), random_weights=weights_change
+            ),
+            load_shape(folder),
+            NPU,
+        )["enforce_eager"]
+        for weights_change in (True, False)
+        for setting in (None, True, False)
+    }
+    assert eager == {
+        **{(True, None): True, (True, True): True, (True, False): False},
+        **{(False, None): False, (False, True): True, (False, False): False},
+    }
 
 
 @pytest.mark.parametrize("name", ["float16", "fp16", "half"])

@@ -1,7 +1,12 @@
-"""The adapter's calls against the signatures of vLLM 0.23 and vllm-ascend 0.23. No NPU is used."""
+"""The adapter's calls against the signatures of vLLM 0.23 and vllm-ascend 0.23, and later ones.
+
+No NPU is used.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import os
 import sys
 from collections.abc import Iterator
@@ -31,6 +36,8 @@ from support import mentions
 from vllm_ascend_signatures import (
     FIELDS,
     FUNCTIONS,
+    LATER,
+    LATER_FIELDS,
     fields,
     parameters,
     read_fields,
@@ -68,6 +75,47 @@ def test_recorded_signatures_are_those_of_the_wheels():
     for path, classes in FIELDS.items():
         for name in classes:
             assert fields(name) <= read_fields(root, path, name), name
+
+
+def test_weights_are_sent_with_the_object_of_a_later_vllm_ascend(monkeypatch: pytest.MonkeyPatch):
+    """After 0.23, the trainer's side is an object, and `start_weight_update` has no argument."""
+    calls: list[tuple[str, Any]] = []
+
+    def call_worker(method: str, arguments: list[tuple[Any, ...]]) -> None:
+        name = f"NPUWorker.{method}"
+        for own_arguments in arguments:
+            recorder(calls, name, signature=LATER.get(name))(*own_arguments)
+
+    info_class = dataclasses.make_dataclass(
+        "HCCLTrainerInitInfo", LATER_FIELDS["HCCLTrainerInitInfo"].split()[:-1]
+    )
+    trainer = "HCCLTrainerWeightTransferEngine.trainer_init"
+    sender = SimpleNamespace(send_weights=lambda: calls.append(("send_weights", {})))
+    module = SimpleNamespace(
+        HCCLTrainerInitInfo=info_class,
+        HCCLTrainerWeightTransferEngine=SimpleNamespace(
+            trainer_init=recorder(calls, trainer, sender, LATER[trainer])
+        ),
+    )
+    monkeypatch.setitem(sys.modules, HCCL, module)
+    base = SimpleNamespace(ParamMeta=lambda *values: values, WeightSource=object)
+    monkeypatch.setitem(sys.modules, "vllm.distributed.weight_transfer.base", base)
+    group = TransferGroup(NPU.weight_engine("nccl"), 0, ("10.0.0.1", 4711), 4, bucket_bytes=128)
+    client = EngineClient(call_worker, 2, 2)
+    DeviceSender(group, client, _weights).send()
+    ((_, arguments), last) = calls
+    assert dataclasses.asdict(arguments["init_info"]) == {
+        "rank": 0,
+        "master_address": "10.0.0.1",
+        "master_port": 4711,
+        "world_size": 5,
+        "packed": True,
+        "packed_buffer_size_bytes": 320,
+    }
+    assert arguments["client"] is client and dict(arguments["source"]) == TENSORS
+    assert last == ("send_weights", {})
+    client.start_weight_update()
+    assert calls[2:] == [("start_weight_update", {})] * 2
 
 
 @pytest.mark.parametrize("level", [1, 2])
@@ -121,6 +169,77 @@ def test_weights_of_experts_have_the_kernels_layout_after_waking():
     assert worker._awake_parameters == ()
 
 
+def test_tensors_of_dispatchers_have_their_values_after_waking(monkeypatch: pytest.MonkeyPatch):
+    """Sleep level 2 discards them, and they are no part of the model."""
+    experts = torch.arange(8, dtype=torch.int32) % 4
+    dispatcher = SimpleNamespace(expert_ids_per_ep_rank=experts.clone(), top_k=2)
+    method = SimpleNamespace(token_dispatcher=dispatcher, expert_token_nums=torch.zeros(4))
+    module = SimpleNamespace(_MoECommMethods={"alltoall": method, "mc2": None})
+    monkeypatch.setitem(sys.modules, "vllm_ascend.ops.fused_moe.moe_comm_method", module)
+    worker = Worker(nn.Linear(2, 2))
+    worker.keep_parameters()
+    address = dispatcher.expert_ids_per_ep_rank.data_ptr()
+    dispatcher.expert_ids_per_ep_rank.fill_(77)
+    method.expert_token_nums.fill_(77)
+    worker.restore_parameters()
+    assert torch.equal(dispatcher.expert_ids_per_ep_rank, experts)
+    assert dispatcher.expert_ids_per_ep_rank.data_ptr() == address  # captured graphs refer to it
+    assert not method.expert_token_nums.any()
+
+
+class Absorbed(nn.Module):
+    """Latent attention whose loader computes a matrix that is neither parameter nor buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(4, 4))
+        self.register_buffer("scale", torch.ones(1))
+        self.impl = SimpleNamespace(absorbed=torch.zeros(4, 4))
+
+    def load(self, moves: str) -> None:
+        """Load new weights in place, except for the tensor `moves`."""
+        with torch.no_grad():
+            self.weight.fill_(1.0)
+            self.impl.absorbed.fill_(1.0)
+        if moves == "weight":
+            self.weight = nn.Parameter(torch.ones(4, 4))
+        elif moves == "transposed":
+            self.weight.data = self.weight.data.t()
+        elif moves == "scale":
+            self.scale = torch.ones(1)
+        elif moves == "absorbed":
+            self.impl.absorbed = torch.ones(4, 4)
+
+
+@pytest.mark.parametrize(
+    ("moves", "name"),
+    {
+        "": "",
+        "weight": "1.weight",
+        "transposed": "1.weight",
+        "scale": "1.scale",
+        "absorbed": "1.impl.absorbed",
+    }.items(),
+)
+def test_a_load_that_moves_a_tensor_of_captured_graphs_ends_the_run_with_its_name(
+    settings: EngineSettings, moves: str, name: str
+):
+    model = nn.Sequential(nn.Linear(2, 2), Absorbed())
+    worker = Worker(model)
+    engine = _engine(settings, [])
+    engine._llm.collective_rpc = lambda method, args=(): [getattr(worker, method)(*args)] * 2
+    engine._checks_addresses = True
+    engine.call_workers("record_addresses")
+    for _ in range(2):
+        engine.finish_device_loading()
+    model[1].load(moves)
+    refused = pytest.raises(
+        MsrlError, match=mentions("rollout.engine.eager=false", name, "1 tensors")
+    )
+    with refused if moves else contextlib.nullcontext():
+        engine.finish_device_loading()
+
+
 @pytest.fixture
 def settings(tmp_path: Path) -> EngineSettings:
     model = families.save_model(tmp_path, families.FAMILIES["qwen3"].config)
@@ -150,6 +269,7 @@ def _engine(settings: EngineSettings, calls: list[tuple[str, Any]]) -> VllmEngin
     engine._shape, engine.max_model_len = load_shape(settings.model_dir), 32
     engine._memory, engine._control = EngineMemory(llm, 1), {}
     engine._routed = RoutedRequests(engine.call_workers)
+    engine._checks_addresses = False
     return engine
 
 
@@ -209,11 +329,6 @@ def test_weights_are_broadcast_over_hccl_with_vllm_ascends_engine(monkeypatch: p
         HCCLWeightTransferEngine=engine, HCCLTrainerSendWeightsArgs=send_arguments
     )
     monkeypatch.setitem(sys.modules, HCCL, module)
-    # A later vLLM has a factory of trainers, in which vllm-ascend registers no such engine.
-    factory = SimpleNamespace(WeightTransferTrainerFactory=None)
-    monkeypatch.setitem(sys.modules, "vllm.distributed.weight_transfer.factory", factory)
-    package = SimpleNamespace(factory=factory)
-    monkeypatch.setitem(sys.modules, "vllm.distributed.weight_transfer", package)
 
     def call_worker(method: str, arguments: list[tuple[Any, ...]]) -> None:
         for own_arguments in arguments:

@@ -1,8 +1,8 @@
-"""Signatures of vLLM 0.23.0 and vllm-ascend 0.23.0 that msrl's adapter relies on.
+"""Signatures of vLLM 0.23.0 and vllm-ascend 0.23.0 that msrl's adapter relies on, and later ones.
 
 They were read from the wheels. Both need torch 2.10 and thus cannot be imported beside the torch of
 the tests. `test_vllm_ascend.py` compares them with unpacked wheels, if MSRL_ASCEND_WHEELS names a
-folder with them.
+folder with them. `LATER` is what the main branch of vllm-ascend has in their place.
 """
 
 from __future__ import annotations
@@ -50,6 +50,15 @@ FUNCTIONS = {
         "HCCLWeightTransferEngine.trainer_send_weights": "iterator, trainer_args",
     },
 }
+# vllm-ascend after its pull requests 12876 (life cycle of an update) and 16960 (trainer's side)
+LATER = {
+    "NPUWorker.start_weight_update": "self",
+    "HCCLTrainerWeightTransferEngine.trainer_init": "init_info, *, client, source=None",
+}
+LATER_FIELDS = {
+    "HCCLTrainerInitInfo": "rank master_address master_port world_size packed "
+    "packed_buffer_size_bytes packed_num_buffers",
+}
 # Files of data classes, and the fields that msrl sets
 FIELDS = {
     "vllm_ascend/distributed/weight_transfer/hccl_engine.py": {
@@ -83,14 +92,19 @@ def fields(name: str) -> set[str]:
     return set(next(classes[name] for classes in FIELDS.values() if name in classes).split())
 
 
-def recorder(calls: list[tuple[str, Any]], name: str, result: Any = None) -> Callable[..., Any]:
-    """Return a function that binds its arguments to the signature of `name` and records them."""
-    function = eval(f"lambda {parameters(name)}: None")  # a constant of this file
-    signature = inspect.signature(function)
+def recorder(
+    calls: list[tuple[str, Any]], name: str, result: Any = None, signature: str | None = None
+) -> Callable[..., Any]:
+    """Return a function that binds its arguments to the signature of `name` and records them.
+
+    The signature is that of 0.23 unless another one is passed.
+    """
+    function = eval(f"lambda {signature or parameters(name)}: None")  # a constant of this file
+    bound_signature = inspect.signature(function)
 
     def record(*args: Any, **kwargs: Any) -> Any:
-        own = (None, *args) if "self" in signature.parameters else args
-        bound = dict(signature.bind(*own, **kwargs).arguments)
+        own = (None, *args) if "self" in bound_signature.parameters else args
+        bound = dict(bound_signature.bind(*own, **kwargs).arguments)
         calls.append((name.rpartition(".")[2], {k: v for k, v in bound.items() if k != "self"}))
         return result
 

@@ -91,15 +91,13 @@ class WeightEngine:
 
     Attributes:
         name: Its name in vLLM's registry.
-        module: Module of its classes where the trainer's side is static methods (vLLM 0.23).
+        module: Module of its classes.
         prefix: Prefix of the names of these classes.
-        is_static: The trainer's side is static methods in all versions.
     """
 
     name: str
-    module: str | None = None
-    prefix: str = ""
-    is_static: bool = False
+    module: str
+    prefix: str
 
 
 class Platform(ABC):
@@ -124,6 +122,8 @@ class Platform(ABC):
     shares_main_memory: bool = False  # the device's memory is the main memory
     shows_routes: bool = False  # its engines run vLLM's first model runner
     is_eager: bool = False  # by default its engines neither capture graphs nor compile
+    # Its engines may capture graphs of weights that change only if no load moves a tensor.
+    checks_addresses: bool = False
     forks_ranks: bool = False  # a process that has imported Megatron may be forked into ranks
     # Packages with the versions that were tested together, as in the README's table.
     stack: ClassVar[Mapping[str, str]] = COMMON_STACK
@@ -136,7 +136,7 @@ class Platform(ABC):
     delta_network_dtype: str | None = None
     # vLLM's weight transfer engines by the value of rollout.weights.transfer.
     weight_engines: ClassVar[Mapping[str, WeightEngine]] = {
-        "ipc": WeightEngine("ipc"),
+        "ipc": WeightEngine("ipc", "vllm.distributed.weight_transfer.ipc_engine", "IPC"),
         "nccl": WeightEngine("nccl", "vllm.distributed.weight_transfer.nccl_engine", "NCCL"),
     }
 

@@ -165,12 +165,12 @@ class NpuPlatform(DevicePlatform):
     # HCCL does not support float64 (torch_npu, ProcessGroupHCCL, data types of AllReduce).
     reduction_dtype = "float32"
 
+    checks_addresses = True
+
     # vllm-ascend 0.23 (distributed/weight_transfer). Its engine for shared devices, npu_ipc, needs
     # calls that msrl does not make.
     weight_engines: ClassVar[Mapping[str, WeightEngine]] = {
-        "nccl": WeightEngine(
-            "hccl", "vllm_ascend.distributed.weight_transfer.hccl_engine", "HCCL", is_static=True
-        )
+        "nccl": WeightEngine("hccl", "vllm_ascend.distributed.weight_transfer.hccl_engine", "HCCL")
     }
 
     def network_environment(self, interface: str) -> Mapping[str, str]:
@@ -257,8 +257,8 @@ class NpuPlatform(DevicePlatform):
         return tuple(overrides)
 
     def engine_arguments(self, *, weights_change: bool = False) -> Mapping[str, Any]:
-        # Captured graphs of vllm-ascend 0.23 keep the addresses of weights, which a reload can
-        # replace (vllm-ascend issue 16322). No release recaptures them.
+        # Captured graphs keep the addresses of weights, which a reload of vllm-ascend can replace
+        # (issue 16322), so they are captured on request only, and the addresses are checked.
         eager = {"enforce_eager": True} if weights_change else {}
         return {"enable_sleep_mode": True, **eager}
 

@@ -104,7 +104,9 @@ def engine_arguments(settings: EngineSettings, shape: Shape, platform: Platform)
     values = {name: value(settings, shape, platform) for name, (_, value) in _ARGUMENTS.items()}
     arguments = {name: value for name, value in values.items() if value is not None}
     arguments |= settings.engine.options
-    arguments |= platform.engine_arguments(weights_change=settings.random_weights)
+    # A user may request graphs of weights that change; the engine then checks their addresses.
+    is_default = settings.engine.eager is None
+    arguments |= platform.engine_arguments(weights_change=settings.random_weights and is_default)
     if not sleep_level(settings.engine, platform):
         arguments.pop("enable_sleep_mode", None)  # its allocator has a cost
     return arguments

@@ -189,11 +189,6 @@ def _check_compilation(settings: EngineSettings, platform: Platform) -> None:
         raise MsrlError(f"{key}: {COMPILED_ROUTES}")
     if settings.engine.eager is None:
         return
-    if platform.engine_arguments(weights_change=settings.random_weights).get("enforce_eager"):
-        raise MsrlError(
-            f"{key}: on {platform.name}, engines whose weights change capture no graphs, which "
-            "could replay old weights. Remove the key."
-        )
     if not platform.is_eager or platform.missing() is not None:
         return
     # As PyTorch chooses it (torch/_inductor/config.py).

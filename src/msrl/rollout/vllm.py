@@ -106,6 +106,10 @@ class VllmEngine:
         self.call_workers("change_sampler")
         if platform.token_multiple(torch.bfloat16) > 1 and is_eager(settings.engine, platform):
             self.call_workers("pad_products")
+        has_graphs = settings.random_weights and settings.engine.eager is False
+        self._checks_addresses = has_graphs and platform.checks_addresses
+        if self._checks_addresses:
+            self.call_workers("record_addresses")
         if settings.logits_dtype is not None:
             self._check_logits(settings.logits_dtype)
         if settings.records_routes:
@@ -261,6 +265,7 @@ class VllmEngine:
         else:
             digests = self._load_in_workers(tensors, model_dir, verify)
         self._memory.finish_loading()
+        self._check_addresses()
         # `reload_weights` resets caches of adapters and encoders, but not the prefix cache.
         self.forget_prompts()
         return tuple(digests) if verify else ()
@@ -294,7 +299,24 @@ class VllmEngine:
     def finish_device_loading(self) -> None:
         """Prepare to generate with weights that vLLM's weight transfer engine has loaded."""
         self._memory.finish_loading()
+        self._check_addresses()
         self.forget_prompts()
+
+    def _check_addresses(self) -> None:
+        """Check that captured graphs read the weights that were loaded.
+
+        Raises:
+            MsrlError: A tensor of the model has moved.
+        """
+        if not self._checks_addresses:
+            return
+        moved = sorted({name for names in self.call_workers("moved_tensors") for name in names})
+        if moved:
+            raise MsrlError(
+                f"rollout.engine.eager=false: new weights have moved {len(moved)} tensors of the "
+                f"model, the first is {moved[0]}. Captured graphs would read the old ones: remove "
+                "the key."
+            )
 
     def forget_prompts(self) -> None:
         self._llm.reset_prefix_cache()

@@ -1,13 +1,14 @@
 """Trainer's side of vLLM's weight transfer engines (`vllm.distributed.weight_transfer`).
 
 They move weights from device to device: `ipc` on one device, `nccl` between devices, and `hccl`
-between Ascend NPUs (vllm-ascend). vLLM 0.28 to 0.32 has the classes `WeightTransferTrainerFactory`
-and `WeightSource` that this module relies on; the `nccl` of vLLM 0.23 and the `hccl` of vllm-ascend
-0.23 have static methods instead. Nothing here was run on a device.
+between Ascend NPUs (vllm-ascend). The trainer's side of vLLM 0.28 to 0.32 is an object, and so is
+that of vllm-ascend after its pull request 16960; the `nccl` of vLLM 0.23 and the `hccl` of
+vllm-ascend 0.23 have static methods instead. Nothing here was run on a device.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -99,16 +100,12 @@ class DeviceSender:
     """
 
     def __init__(self, group: TransferGroup, client: EngineClient, weights: Weights) -> None:
-        from vllm.distributed.weight_transfer import factory
-
-        trainers = getattr(factory, "WeightTransferTrainerFactory", None)
+        trainer = _class(group.engine, "TrainerWeightTransferEngine")
         self._sender: Any = (
             _StaticSender(group, client, weights)
-            if trainers is None or group.engine.is_static
-            else trainers.trainer_init(
-                init_info=_init_info(group, _largest(weights)),
-                client=client,
-                source=weight_source(weights),
+            if trainer is None
+            else trainer.trainer_init(
+                _init_info(group, _largest(weights)), client=client, source=weight_source(weights)
             )
         )
 
@@ -145,36 +142,37 @@ def _largest(weights: Weights) -> int:
     return max((tensor.nbytes for _, tensor in weights()), default=0)
 
 
-def _init_info(group: TransferGroup, largest: int) -> Any:
-    """Return the settings of vLLM's trainer engine."""
-    from vllm.distributed.weight_transfer.ipc_engine import IPCTrainerInitInfo
-    from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
+def _class(engine: WeightEngine, name: str) -> Any:
+    """Return a class of an engine's module; None if the installed version has no such class."""
+    return getattr(importlib.import_module(engine.module), f"{engine.prefix}{name}", None)
 
-    size = max(group.bucket_bytes, largest)
-    if group.engine.name == IPCTrainerInitInfo.backend:
-        return IPCTrainerInitInfo(rank=group.rank, packed=True, packed_buffer_size_bytes=size)
-    return NCCLTrainerInitInfo(
-        rank=group.rank,
-        master_address=group.address[0],
-        master_port=group.address[1],
-        world_size=1 + group.num_receivers,
-        packed=True,
-        packed_buffer_size_bytes=size,
-    )
+
+def _init_info(group: TransferGroup, largest: int) -> Any:
+    """Return the settings of the trainer's side, as far as the engine has them."""
+    settings = {
+        "rank": group.rank,
+        "master_address": group.address[0],
+        "master_port": group.address[1],
+        "world_size": 1 + group.num_receivers,
+        "packed": True,
+        "packed_buffer_size_bytes": max(group.bucket_bytes, largest),
+    }
+    settings_class = _class(group.engine, "TrainerInitInfo")
+    known = {field.name for field in dataclasses.fields(settings_class)}
+    return settings_class(**{name: value for name, value in settings.items() if name in known})
 
 
 class _StaticSender:
     """Sender for engines of vLLM 0.23, whose trainer functions are static methods."""
 
     def __init__(self, group: TransferGroup, client: EngineClient, weights: Weights) -> None:
-        name, module, prefix = group.engine.name, group.engine.module, group.engine.prefix
-        if module is None:
+        self._engine: Any = _class(group.engine, "WeightTransferEngine")
+        self._arguments: Any = _class(group.engine, "TrainerSendWeightsArgs")
+        if not hasattr(self._engine, "trainer_init"):
             raise MsrlError(
-                f"rollout.weights.transfer={name}: needs vLLM 0.28 or later. Set it to auto."
+                f"rollout.weights.transfer={group.engine.name}: needs vLLM 0.28 or later. Set it "
+                "to auto."
             )
-        classes = importlib.import_module(module)
-        self._engine: Any = getattr(classes, f"{prefix}WeightTransferEngine")
-        self._arguments: Any = getattr(classes, f"{prefix}TrainerSendWeightsArgs")
         self._group, self._client, self._weights = group, client, weights
         described = [
             (name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape), tensor.nbytes)

@@ -37,9 +37,23 @@ class WeightReceiver(ForwardRecorder, ProductChanges, RouteRecorder, SamplerChan
     model_runner: Any
     _loaded_digests: dict[str, TensorDigest]
     _awake_parameters: tuple[tuple[Any, str, Any], ...]
+    _awake_dispatchers: tuple[tuple[Tensor, Tensor], ...]
+    _addresses: dict[str, tuple[int, tuple[int, ...]]]
+
+    def record_addresses(self) -> None:
+        """Remember the addresses of the model's tensors, which captured graphs read."""
+        self._addresses = _addresses(self.model_runner.get_model())
+
+    def moved_tensors(self) -> list[str]:
+        """Return the names of the tensors that are no longer where `record_addresses` saw them."""
+        current = _addresses(self.model_runner.get_model())
+        return [name for name, place in self._addresses.items() if current.get(name) != place]
 
     def keep_parameters(self) -> None:
         """Remember the parameters of the model before its memory is released."""
+        self._awake_dispatchers = tuple(
+            (tensor, tensor.to("cpu", copy=True)) for tensor in _dispatcher_tensors()
+        )
         self._awake_parameters = tuple(
             (module, name, parameter)
             for module in self.model_runner.get_model().modules()
@@ -55,7 +69,11 @@ class WeightReceiver(ForwardRecorder, ProductChanges, RouteRecorder, SamplerChan
         for module, name, parameter in self._awake_parameters:
             if getattr(module, name, None) is not parameter:
                 setattr(module, name, parameter)
-        self._awake_parameters = ()
+        # Level 2 discards them, and no load of weights brings them back (vllm-ascend pull request
+        # 12651: `expert_ids_per_ep_rank`).
+        for tensor, values in self._awake_dispatchers:
+            tensor.copy_(values)
+        self._awake_parameters, self._awake_dispatchers = (), ()
 
     def receive_weights(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
         """Load Hugging Face weights in place and post-process them as at startup."""
@@ -111,6 +129,41 @@ def send_to_workers(
     """Send tensors under their file names to `num` workers that call `load_channel`."""
     shards = (Shard(name, 0, 1, tensor) for name, tensor in tensors)
     channel.send(shards, _VERSION, num)
+
+
+def _addresses(model: Any) -> dict[str, tuple[int, tuple[int, ...]]]:
+    """Return address and strides of all tensors of a model, by name.
+
+    These are parameters, buffers, and tensors that are attributes of modules and of their attention
+    backends (`impl`), such as the absorbed matrices of latent attention.
+    """
+    import torch
+
+    addresses = dict[str, tuple[int, tuple[int, ...]]]()
+    for path, module in model.named_modules():
+        own = {**module._parameters, **module._buffers, **vars(module)}
+        backend = getattr(module, "impl", None)
+        own |= {f"impl.{name}": value for name, value in getattr(backend, "__dict__", {}).items()}
+        for name, value in own.items():
+            if isinstance(value, torch.Tensor):
+                addresses[f"{path}.{name}".lstrip(".")] = value.data_ptr(), value.stride()
+    return addresses
+
+
+def _dispatcher_tensors() -> list[Tensor]:
+    """Return the tensors with which vllm-ascend dispatches tokens to experts.
+
+    They are no part of the model. Reads `_MoECommMethods` of vllm-ascend 0.23 and later
+    (ops/fused_moe/moe_comm_method.py), which has one dispatcher for each way to communicate.
+    """
+    import torch
+
+    module = sys.modules.get("vllm_ascend.ops.fused_moe.moe_comm_method")
+    if module is None:
+        return []
+    methods = [method for method in module._MoECommMethods.values() if method is not None]
+    owners = [owner for method in methods for owner in (method, method.token_dispatcher)]
+    return [value for owner in owners for value in vars(owner).values() if torch.is_tensor(value)]
 
 
 def _unpack_experts(model: Any) -> None:

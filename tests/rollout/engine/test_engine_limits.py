@@ -156,9 +156,8 @@ def test_a_compilation_that_cannot_be_is_refused(
     assert_mentions(refusal(settings, eager=False), key, "no-such-compiler", "not installed")
     assert refusal(settings) == ""
     changing = replace(settings, random_weights=True)
-    assert_mentions(refusal(changing, "npu", eager=False), key, "npu", "old weights")
-    assert refusal(changing, "npu") == refusal(settings, "npu", eager=False) == ""
-    assert refusal(changing, "cuda", eager=False) == ""
+    for platform in ("npu", "cuda"):
+        assert refusal(changing, platform) == refusal(changing, platform, eager=False) == ""
     routed = replace(settings, records_routes=True)
     assert_mentions(refusal(routed, eager=False), key, "hook", "train.router.replay=engine")
 

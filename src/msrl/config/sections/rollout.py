@@ -94,8 +94,9 @@ class EngineConfig(Section):
     )
     eager: Bool | None = Field(
         default=None,
-        description="Disable graph capture and compilation. Default: false, and true on CPU, "
-        "where compiling takes half a minute or longer at the first start.",
+        description="Disable graph capture and compilation. Default: false; true on CPU, where "
+        "compiling takes half a minute or longer at the first start, and on Ascend NPUs if weights "
+        "are updated.",
     )
     prefix_cache: Bool = Field(
         default=True, description="Share the KV cache of common prompt prefixes."
