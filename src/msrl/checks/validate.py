@@ -98,8 +98,9 @@ def _all_checks(
     for run_check in CHECKS.get(command, ()):
         yield partial(run_check, resolved)
     yield partial(check_effects, resolved, command)
-    for plan_check in PLAN_CHECKS.get(command, ()) if plan else ():
-        yield partial(plan_check, resolved, plan)
+    if plan is not None:
+        for plan_check in PLAN_CHECKS.get(command, ()):
+            yield partial(plan_check, resolved, plan)
 
 
 def find_known_errors(resolved: Resolved, command: str) -> list[str]:
