@@ -24,7 +24,9 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
-from benchmarks.cases import CASES, ROOT, Bench, Case, Measurement, Sample
+from benchmarks.cases import CASES as TINY_CASES
+from benchmarks.cases import ROOT, Bench, Case, Measurement, Sample
+from benchmarks.laptop import CASES as LAPTOP_CASES
 from benchmarks.measure import BenchError, quiet_environment, timed
 from benchmarks.results import (
     RESULTS,
@@ -37,6 +39,7 @@ from benchmarks.results import (
     write,
 )
 
+CASES = (*TINY_CASES, *LAPTOP_CASES)
 # Modules of the benchmarks without peers, which have separate options.
 SEPARATE = {
     "async": "asynchronous",

@@ -6,8 +6,10 @@ import json
 import shutil
 import statistics
 import sys
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from datetime import datetime
 from itertools import pairwise
 from pathlib import Path
 
@@ -200,8 +202,18 @@ def prepare_pairs(bench: Bench) -> None:
     bench.msrl(*rows, "--template", "native", "--seq-length", "512")
 
 
-def train(bench: Bench, command: str, name: str, *sets: str, data: str | None = None) -> Sample:
-    """Train with the benchmark's configuration; return the median seconds of the later steps."""
+def train(
+    bench: Bench,
+    command: str,
+    name: str,
+    *sets: str,
+    data: str | None = None,
+    settle: int = SETTLE_STEPS,
+) -> Sample:
+    """Train with the benchmark's configuration; return the median seconds of the later steps.
+
+    They are the steps after the first `settle` ones.
+    """
     from msrl.tracking.metrics import read_metrics
 
     runs = bench.work / "runs"
@@ -212,21 +224,29 @@ def train(bench: Bench, command: str, name: str, *sets: str, data: str | None = 
         f"data.train={bench.work / (data or name)}",
         *sets,
     )
+    start = time.time()
     done = bench.msrl(
         command,
         "-c",
         ROOT / "benchmarks" / f"{name}.yaml",
         *(argument for setting in settings for argument in ("--set", setting)),
     )
-    later = read_metrics(runs / name)[SETTLE_STEPS:]
+    later = read_metrics(runs / name)[settle:]
     medians: dict[str, float] = {}
     for stage in dict.fromkeys(stage for report in later for stage in report.seconds):
         values = [report.seconds[stage] for report in later if stage in report.seconds]
         medians[stage] = statistics.median(values)
     return Sample(
         medians.pop("step"),
-        {f"{stage} s": value for stage, value in medians.items()} | {"whole run s": done.seconds},
+        {f"{stage} s": value for stage, value in medians.items()}
+        | {"first step after s": first_step_at(runs / name) - start, "whole run s": done.seconds},
     )
+
+
+def first_step_at(run: Path) -> float:
+    """Return the time at which a run logged its first step, in seconds since 1970."""
+    with (run / "metrics.jsonl").open(encoding="utf-8") as file:
+        return datetime.fromisoformat(json.loads(file.readline())["time"]).timestamp()
 
 
 def sft_ours(dtype: str) -> Measurement:

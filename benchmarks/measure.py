@@ -33,6 +33,7 @@ class Finished:
     cpu_seconds: float
     peak_anonymous_bytes: int
     stdout: str
+    stderr: str
 
 
 def timed(command: Sequence[str | Path], *, environment: Mapping[str, str], cwd: Path) -> Finished:
@@ -60,7 +61,7 @@ def timed(command: Sequence[str | Path], *, environment: Mapping[str, str], cwd:
         raise BenchError(
             f"exit {status}: {' '.join(map(str, command))}\n{stdout[-1000:]}{stderr[-3000:]}"
         )
-    return Finished(seconds, usage.ru_utime + usage.ru_stime, peak, stdout)
+    return Finished(seconds, usage.ru_utime + usage.ru_stime, peak, stdout, stderr)
 
 
 def quiet_environment() -> dict[str, str]:

@@ -35,6 +35,8 @@ LABELS = {
     "dp2": "DP 2",
     "sequential": "one expert after another",
     "memcpy": "plain copy",
+    "vllm": "the same vLLM offline",
+    "step": "the step",
 }
 HEAD = ("| work | msrl | peer | ratio | goal | reached |", "|---|---|---|---|---|---|")
 Samples: TypeAlias = "Mapping[str, Sequence[Sample]]"

@@ -71,6 +71,8 @@ def main() -> None:
         write_gsm8k(arguments.gsm8k, folder / "data" / "gsm8k.jsonl")
     runner, started = LaptopRunner(folder, arguments.seed), time.perf_counter()
     make_model(model, runner)
+    if arguments.model_only:
+        return
     write_tasks(folder / "data", arguments.seed)
     models = list(MODELS.values())
     runner.evaluate(HELDOUT, EVALUATION, models[:1])
@@ -96,6 +98,8 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0, help=seed)
     gsm8k = f"GSM8K's test.jsonl, of which {NUM_GSM8K} questions are evaluated too."
     parser.add_argument("--gsm8k", type=Path, help=gsm8k)
+    only = "Only download and convert the model."
+    parser.add_argument("--model-only", action="store_true", help=only)
     return parser.parse_args()
 
 

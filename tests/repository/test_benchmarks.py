@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 from benchmarks import asynchronous, device, device_commands, measure, results
-from benchmarks.__main__ import detail_lines
-from benchmarks.cases import CASES, Sample
+from benchmarks.__main__ import CASES, detail_lines
+from benchmarks.cases import Sample
 from benchmarks.device_jobs import SCALES, Facts, Speed, Trained, Training, Work, classify_kernel
 from benchmarks.measure import BenchError, quiet_environment, timed
 from benchmarks.results import figure
