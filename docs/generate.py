@@ -2,7 +2,7 @@
 
 `python docs/generate.py` writes them. A test compares the files with the output of `outputs()`.
 They are: the configuration reference (schema), the command reference (typer application), the key
-tables of other systems (importers) and the drawings.
+tables of other systems (importers), the table of model families and the drawings.
 """
 
 from __future__ import annotations
@@ -94,6 +94,8 @@ def outputs() -> dict[Path, str]:
     for name, system in SYSTEMS.items():
         page = DOCS / name
         pages[page] = with_generated_part(page.read_text(encoding="utf-8"), key_tables(system))
+    models = DOCS / "models.md"
+    pages[models] = with_generated_part(models.read_text(encoding="utf-8"), model_table())
     for name, text in drawings.drawings().items():
         pages[DOCS / "images" / name] = text
     return pages
@@ -279,6 +281,20 @@ def _option_facts(parameter: Any) -> str:
     if isinstance(facts.default, (str, int, float)):
         texts.append(f"default {code(str(facts.default).lower())}")
     return "; ".join(texts)
+
+
+# --- model families
+
+
+def model_table() -> str:
+    """Return the table of the model families, with facts of the code and of the tests' models."""
+    tests = DOCS.parent / "tests"
+    for folder in (tests, tests / "helpers" / "models"):
+        if str(folder) not in sys.path:
+            sys.path.append(str(folder))
+    from model_table import HEADER, rows
+
+    return table(HEADER, rows())
 
 
 # --- keys of other systems

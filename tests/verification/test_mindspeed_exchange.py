@@ -16,19 +16,13 @@ import families
 import mindspeed_oracle as oracle
 from families import FAMILIES
 from mixture_families import MIXTURES
+from model_table import MODEL_TYPES
 from msrl.checkpoint.mcore.argument_table import READ_ARGUMENTS
 from msrl.checkpoint.mcore.files import namespace
 from msrl.models.parallel_layout import ParallelLayout
 from msrl.verification.bits import same_bits
 from test_cli import msrl
 
-MODEL_TYPES = {
-    "qwen2.5": "qwen25", "qwen3": "qwen3", "llama 2": "llama2", "llama 3.2": "llama2",
-    "gemma 2": "gemma2", "qwen3 moe": "qwen3-moe",
-    "mixtral": "mixtral", "deepseek v2 lite": "deepseek2-lite", "deepseek v2": "deepseek2",
-    "deepseek v3": "deepseek3", "qwen2 moe": "qwen2-moe", "glm 4.5": "glm45",
-    "glm 4.5 air": "glm45-air", "seed-oss": "seed-oss",
-}  # fmt: skip
 DENSE = ("qwen2.5", "qwen3", "llama 2", "llama 3.2", "gemma 2", "seed-oss")
 # The options of msrl; MindSpeed-LLM's names are made from them.
 LAYOUTS = {
