@@ -17,6 +17,7 @@ from safetensors.torch import load_file
 
 import families
 import parity_ranks
+import reference_models
 from mixture_families import MIXTURES
 from msrl.checkpoint.hf.pass_through import pass_through_tensors
 from msrl.checkpoint.rank_shapes import make_plan
@@ -52,6 +53,8 @@ USUAL = (
     ("deepseek v2 lite", "tp2 ep2 etp2"),
     ("deepseek v3", "pp2 ep2"),
     ("gpt-oss", "tp2 ep2 etp1"),
+    ("hunyuan 3", "ep2"),
+    ("ling 2", "tp2 ep2 etp1"),
 )
 REMAINING = tuple(
     (name, layout) for name in MIXTURES for layout in LAYOUTS if (name, layout) not in USUAL
@@ -81,22 +84,27 @@ def _logits(folders: dict[str, Path], rows: Sequence[tuple[str, str]]) -> dict[s
 
 
 @functools.cache
-def _reference_logits(folder: Path, vocab_size: int) -> np.ndarray:
-    return transformers_logits(folder, parity_ranks.sequences(vocab_size))
+def _reference_logits(folder: Path, name: str) -> np.ndarray:
+    config, reference = MIXTURES[name].config, MIXTURES[name].reference
+    ids = parity_ranks.sequences(config["vocab_size"])
+    if reference == "transformers":
+        return transformers_logits(folder, ids)
+    forward = getattr(reference_models, reference)
+    return forward(config, load_file(folder / "model.safetensors"), ids)
 
 
-def _assert_logits_of_transformers(logits: np.ndarray, folder: Path, name: str) -> None:
-    expected = _reference_logits(folder, MIXTURES[name].config["vocab_size"])
+def _assert_logits_of_reference(logits: np.ndarray, folder: Path, name: str) -> None:
+    expected = _reference_logits(folder, name)
     assert expected.std() > 0.3, "the logits are too small for a comparison"
     assert np.abs(logits - expected).max() < 1e-4
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "layout"), USUAL)
-def test_logits_agree_with_transformers(
+def test_logits_agree_with_the_reference(
     folders: dict[str, Path], megatron: dict[str, np.ndarray], name: str, layout: str
 ) -> None:
-    _assert_logits_of_transformers(megatron[f"{name}, {layout}"], folders[name], name)
+    _assert_logits_of_reference(megatron[f"{name}, {layout}"], folders[name], name)
 
 
 @pytest.mark.slow
@@ -129,10 +137,10 @@ def test_a_conversion_of_a_mixture_is_verified(
 @pytest.mark.slow
 @pytest.mark.full
 @pytest.mark.parametrize(("name", "layout"), REMAINING)
-def test_logits_agree_with_transformers_in_all_layouts(
+def test_logits_agree_with_the_reference_in_all_layouts(
     folders: dict[str, Path], more_megatron: dict[str, np.ndarray], name: str, layout: str
 ) -> None:
-    _assert_logits_of_transformers(more_megatron[f"{name}, {layout}"], folders[name], name)
+    _assert_logits_of_reference(more_megatron[f"{name}, {layout}"], folders[name], name)
 
 
 @pytest.mark.parametrize("name", MIXTURES)

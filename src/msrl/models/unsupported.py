@@ -20,12 +20,10 @@ UNSUPPORTED = {
     "LongcatFlashForCausalLM": "its layers have two attention blocks, and experts "
     "without computation",
     "BailingMoeForCausalLM": _FUSED,
-    "BailingMoeV2ForCausalLM": _FUSED,
     "Phi3ForCausalLM": _FUSED,
     "PhimoeForCausalLM": _MIXER,
     "PhiMoEForCausalLM": _MIXER,
     "PLMForCausalLM": "its feed-forward block has a squared ReLU without a gate",
-    "HYV3ForCausalLM": "its router and attention were not compared with a reference",
     "HunYuanForCausalLM": "its layers share keys and values with each other",
     "MiniCPMForCausalLM": _MUP,
     "MiniCPM3ForCausalLM": _MUP,

@@ -165,3 +165,56 @@ def chatglm(config: dict[str, Any], weights: Weights, ids: Sequence[np.ndarray])
         )
 
     return _run(forward, weights, ids)
+
+
+def bailing_moe_v2(
+    config: dict[str, Any], weights: Weights, ids: Sequence[np.ndarray]
+) -> np.ndarray:
+    """Return the logits of Ling 2. `query_key_value` has all heads, all keys, all values."""
+    heads, groups, head_dim, eps = (
+        config[key]
+        for key in ("num_attention_heads", "num_key_value_heads", "head_dim", "rms_norm_eps")
+    )
+    rotated = int(head_dim * config["partial_rotary_factor"])
+
+    def rotate(x: Tensor) -> Tensor:
+        turned = _rotate_halves(x[..., :rotated], config["rope_theta"])
+        return torch.cat((turned, x[..., rotated:]), -1)
+
+    def gated(x: Tensor, w: Weights, prefix: str) -> Tensor:
+        gate, up = (x @ w[f"{prefix}{name}_proj.weight"].T for name in ("gate", "up"))
+        return (F.silu(gate) * up) @ w[f"{prefix}down_proj.weight"].T
+
+    def experts(x: Tensor, w: Weights, prefix: str) -> Tensor:
+        scores = (x @ w[f"{prefix}gate.weight"].T).sigmoid()
+        merit = scores + w[f"{prefix}gate.expert_bias"]
+        output = []
+        for token, own_scores, own_merit in zip(x, scores, merit, strict=True):
+            by_group = own_merit.view(config["n_group"], -1)
+            best = by_group.topk(2, -1).values.sum(-1).topk(config["topk_group"]).indices
+            allowed = torch.full_like(by_group, -torch.inf)
+            allowed[best] = by_group[best]
+            chosen = allowed.flatten().topk(config["num_experts_per_tok"]).indices
+            shares = own_scores[chosen] / own_scores[chosen].sum() * config["routed_scaling_factor"]
+            mixed = gated(token[None], w, f"{prefix}shared_experts.")
+            for number, share in zip(chosen.tolist(), shares, strict=True):
+                mixed = mixed + share * gated(token[None], w, f"{prefix}experts.{number}.")
+            output.append(mixed)
+        return torch.cat(output)
+
+    def forward(tokens: Tensor, w: Weights) -> Tensor:
+        x = w["model.word_embeddings.weight"][tokens]
+        for layer in range(config["num_hidden_layers"]):
+            p = f"model.layers.{layer}."
+            y = _norm(x, w[p + "input_layernorm.weight"], eps)
+            qkv = (y @ w[p + "attention.query_key_value.weight"].T).view(len(x), -1, head_dim)
+            q, k, v = qkv.split([heads, groups, groups], 1)
+            q = rotate(_norm(q, w[p + "attention.query_layernorm.weight"], eps))
+            k = rotate(_norm(k, w[p + "attention.key_layernorm.weight"], eps))
+            x = x + _attend(q, k, v) @ w[p + "attention.dense.weight"].T
+            y = _norm(x, w[p + "post_attention_layernorm.weight"], eps)
+            is_dense = layer < config["first_k_dense_replace"]
+            x = x + (gated if is_dense else experts)(y, w, f"{p}mlp.")
+        return _norm(x, w["model.norm.weight"], eps) @ w["lm_head.weight"].T
+
+    return _run(forward, weights, ids)

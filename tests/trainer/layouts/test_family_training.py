@@ -19,7 +19,7 @@ from training_ranks import Case, Result
 pytestmark = pytest.mark.slow
 STEPS = 2
 DENSE = ("gemma 3", "ministral 3", "qwen3.5")
-EXPERTS = ("glm 4.7 flash", "minimax m2", "qwen3-next")
+EXPERTS = ("glm 4.7 flash", "minimax m2", "hunyuan 3", "ling 2", "qwen3-next")
 ULYSSES = {"cp_algo": "ulysses", "head_ranks": 2}
 LAYOUTS: dict[str, dict[str, Any]] = {
     "tp2": {"layout": Layout(tp=2)},
@@ -45,7 +45,10 @@ PAIRS = [
     for pair in ((name, layout) for name in names for layout in layouts)
     if pair not in WITHOUT
 ]
-FAST = [("gemma 3", "tp2 sp"), ("minimax m2", "tp2"), ("qwen3.5", "tp2"), ("qwen3-next", "cp2")]
+FAST = [
+    *(("gemma 3", "tp2 sp"), ("minimax m2", "tp2"), ("ling 2", "pp2 ep2")),
+    *(("hunyuan 3", "tp2 ep2 etp1"), ("qwen3.5", "tp2"), ("qwen3-next", "cp2")),
+]
 REMAINING = [pair for pair in PAIRS if pair not in FAST]
 TARGETS = ("in_proj_qkvz", "in_proj_ba", "q_proj", "o_proj", "out_proj")
 ADAPTERS = {"lora": LoraConfig(rank=4, alpha=8.0, targets=TARGETS)}

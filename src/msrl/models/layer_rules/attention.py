@@ -45,18 +45,20 @@ def _qk_norms(mixer: Attention, names: Names) -> list[Rule]:
     """Return the rules of the norms of q and k, which are sharded if they are over all heads."""
     if mixer.qk_norm == "head":
         return [
-            norm_rule(names, f"self_attention.{x}_layernorm", f"self_attn.{x}_norm", mixer.head_dim)
-            for x in ("q", "k")
+            norm_rule(names, f"self_attention.{x}_layernorm", hf, mixer.head_dim)
+            for x, hf in zip("qk", names.qk_norms, strict=True)
         ]
     return [
         layer_rule(
             names,
             f"self_attention.{x}_layernorm.weight",
-            f"self_attn.{x}_norm.weight",
+            f"{hf}.weight",
             Sharded(0),
             (heads * mixer.head_dim,),
         )
-        for x, heads in (("q", mixer.num_heads), ("k", mixer.num_groups))
+        for x, hf, heads in zip(
+            "qk", names.qk_norms, (mixer.num_heads, mixer.num_groups), strict=True
+        )
     ]
 
 

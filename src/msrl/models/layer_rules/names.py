@@ -27,6 +27,7 @@ class Names:
     input_norm: str = "input_layernorm"
     qkv: tuple[str, ...] = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
     qkv_by_group: bool = False
+    qk_norms: tuple[str, str] = ("self_attn.q_norm", "self_attn.k_norm")
     attention_output: str = "self_attn.o_proj"
     post_attention_norm: str = ""
     mlp_norm: str = "post_attention_layernorm"
