@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import signal
 from pathlib import Path
 
+import psutil
 import pytest
 
 from msrl.cli.configuration import load_configuration
@@ -22,7 +25,15 @@ from msrl.workflows.diagnose.target import open_target
 from support import assert_mentions, mentions
 from test_train_grpo import make_inputs, settings
 from tiny_qwen2 import save_model
-from training_runs import succeed, write_config
+from training_runs import (
+    Command,
+    children,
+    files_in,
+    make_tmp,
+    succeed,
+    wait_for_end,
+    write_config,
+)
 
 pytestmark = [pytest.mark.slow, pytest.mark.full]
 
@@ -61,6 +72,25 @@ def test_the_template_of_a_run_may_differ_from_that_of_its_initial_model(tmp_pat
     report = json.loads(output[output.index("{") : output.rindex("}") + 1])
     assert report["healthy"]
     assert any("recorded" in row["compared"] for row in report["comparisons"])
+
+
+@pytest.mark.parametrize(("name", "word"), [("msrl-rank-0", "SIGKILL"), ("VLLM", "killed")])
+def test_a_killed_rank_or_engine_ends_the_command_with_one_message(
+    name: str, word: str, tmp_path: Path
+) -> None:
+    save_model(tmp_path / "model", tied=True)
+    words = ("diagnose", "mismatch", str(tmp_path / "model"), "--set", "model.dtype=float32")
+    tmp = make_tmp()
+    command = Command(*words, "--set", "rollout.engine.tp=2", log=tmp_path / "log", tmp=tmp)
+    command.when(lambda: "into the engine" in command.output())
+    started = children(command.process.pid)
+    victim = next(pid for pid in started if psutil.Process(pid).name().startswith(name))
+    os.kill(victim, signal.SIGKILL)
+    assert command.wait() == 1, command.output()
+    assert_mentions(command.output(), word)
+    assert "Traceback" not in command.output()
+    wait_for_end(started)
+    assert files_in(tmp) == []
 
 
 GAP = "engine, trainer"

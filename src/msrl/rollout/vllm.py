@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 import numpy as np
 
 from msrl import temporary
-from msrl.errors import MsrlError
+from msrl.errors import MsrlError, RunFailedError
 from msrl.limits import printable
 from msrl.models.families import load_shape
 from msrl.platforms import bind_stores, share_gloo_devices
@@ -61,6 +61,9 @@ _COMPILED = "TORCHINDUCTOR_CACHE_DIR"  # by default in the temporary folder
 # They report the loss of a process in this one, with all settings. msrl has a message for it.
 _LOSS_LOGGERS = ("vllm.v1.executor.multiproc_executor", "vllm.logging_utils.dump_input")
 
+# Errors of vLLM's start if a process of the engine has ended, whose reason is in its logs.
+_LOST_AT_START = ("WorkerProc initialization failed", "Engine core initialization failed")
+
 
 class VllmEngine:
     """Implementation of `msrl.rollout.engine.Engine`."""
@@ -70,6 +73,7 @@ class VllmEngine:
 
         Raises:
             MsrlError: vLLM cannot serve this model with these settings.
+            RunFailedError: A process of the engine has ended.
         """
         check_limits(settings, platform)
         self._shape = load_shape(settings.model_dir)
@@ -455,7 +459,12 @@ def _prepare_environment(platform: Platform, settings: EngineSettings) -> None:
 
 
 def _start(arguments: dict[str, Any], settings: EngineSettings, folder: Path) -> Any:
-    """Start vLLM with its temporary files in `folder`, where its shared memory is listed."""
+    """Start vLLM with its temporary files in `folder`, where its shared memory is listed.
+
+    Raises:
+        MsrlError: vLLM refuses the settings.
+        RunFailedError: A process of the engine has ended.
+    """
     with warnings.catch_warnings():
         if not settings.verbose:
             warnings.simplefilter("ignore")
@@ -486,9 +495,18 @@ def _start(arguments: dict[str, Any], settings: EngineSettings, folder: Path) ->
             raise MsrlError(
                 f"{settings.model_dir}: vLLM refuses these settings: {error}"
             ) from error
+        except Exception as error:
+            if not str(error).startswith(_LOST_AT_START):
+                raise
         finally:
             registry.removeFilter(inspection)
             temporary.list_segments(folder, _own_processes(), before)
+    gc.collect()  # objects of the engine end before their shared memory is removed
+    raise RunFailedError(
+        "The engine did not start: one of its processes failed or was killed, for example by the "
+        "out-of-memory killer (see dmesg). Start the same command again; --verbose prints the logs "
+        "of the engine."
+    )
 
 
 def _drop(_: logging.LogRecord) -> bool:

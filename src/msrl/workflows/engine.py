@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from msrl.checkpoint.source import WeightSource
+    from msrl.platforms.base import Platform
     from msrl.rollout.vllm import VllmEngine
 
 
@@ -147,14 +148,27 @@ def running_engine(
     Raises:
         RunFailedError: A process of the engine has ended.
     """
+    with started_engine(settings, platforms.resolve(config.cluster.platform)) as engine:
+        if settings.random_weights:
+            engine.load_weights(hf_weights(source))
+        yield engine
+
+
+@contextlib.contextmanager
+def started_engine(
+    settings: EngineSettings, platform: Platform
+) -> Generator[VllmEngine, None, None]:
+    """Yield a vLLM engine in this process, and close it at the end.
+
+    Raises:
+        RunFailedError: A process of the engine has ended.
+    """
     from msrl.rollout.vllm import VllmEngine
 
     before = trees.descendants(os.getpid())
-    engine = VllmEngine(settings, platforms.resolve(config.cluster.platform))
+    engine = VllmEngine(settings, platform)
     started = [each for each in trees.descendants(os.getpid()) if each not in before]
     try:
-        if settings.random_weights:
-            engine.load_weights(hf_weights(source))
         yield engine
     except Exception as error:
         _raise_if_lost(started, error)

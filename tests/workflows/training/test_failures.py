@@ -183,12 +183,16 @@ def test_a_run_that_loses_ray_names_the_command_that_resumes_it_and_leaves_nothi
     assert_equal(inputs / "runs" / process, undisturbed)
 
 
-def test_a_reward_worker_that_is_killed_is_replaced(inputs: Path, undisturbed: Path):
-    file, tmp = write_config(inputs / "reward.yaml", config(inputs, "reward")), make_tmp()
-    command = Command("train-grpo", "-c", str(file), log=inputs / "reward.log", tmp=tmp)
-    kill_after_a_save(command, "msrl.rewards.worker")
+@pytest.mark.parametrize("process", ["msrl.rewards.worker", "ray/_private/log_monitor.py"])
+def test_a_run_goes_on_without_a_reward_worker_or_the_log_monitor(
+    inputs: Path, undisturbed: Path, process: str
+):
+    name = Path(process).stem
+    file, tmp = write_config(inputs / f"{name}.yaml", config(inputs, name)), make_tmp()
+    command = Command("train-grpo", "-c", str(file), log=inputs / f"{name}.log", tmp=tmp)
+    kill_after_a_save(command, process)
     assert command.wait() == 0, command.output()
-    assert_equal(inputs / "runs" / "reward", undisturbed)
+    assert_equal(inputs / "runs" / name, undisturbed)
     assert files_in(tmp) == []
 
 

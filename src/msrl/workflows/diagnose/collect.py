@@ -28,7 +28,7 @@ from msrl.workflows.diagnose import reference
 from msrl.workflows.diagnose.encodings import folder_encodings, rendered_encodings
 from msrl.workflows.diagnose.target import Target
 from msrl.workflows.diagnose.worker import DiagnoseWorker, RankRecording
-from msrl.workflows.engine import engine_settings
+from msrl.workflows.engine import engine_settings, started_engine
 from msrl.workflows.rl.weight_offer import WeightOffer, received_tensors
 from msrl.workflows.training.settings import worker_variables
 from msrl.workflows.training.train_worker import SavePlan
@@ -103,8 +103,6 @@ def open_ranks(
 @contextlib.contextmanager
 def open_engine(target: Target, platform: Platform) -> Iterator[VllmEngine]:
     """Start an engine as a run does: with random weights, which the ranks replace."""
-    from msrl.rollout.vllm import VllmEngine
-
     plan = target.plan
     settings = engine_settings(
         plan.config,
@@ -114,11 +112,8 @@ def open_engine(target: Target, platform: Platform) -> Iterator[VllmEngine]:
         max_model_len=target.max_model_len,
         random_weights=True,
     )
-    engine = VllmEngine(replace(settings, tokenizer_dir=plan.tokenizer_dir), platform)
-    try:
+    with started_engine(replace(settings, tokenizer_dir=plan.tokenizer_dir), platform) as engine:
         yield engine
-    finally:
-        engine.close()
 
 
 def compare(target: Target, trainers: TrainerGroup, engine: VllmEngine) -> Evidence:
