@@ -23,6 +23,7 @@ from tiny_qwen2 import make_tokenizer
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Create a working directory with the inputs of a training."""
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "rows.jsonl").write_text('{"instruction": "1+1=", "output": "2"}\n')
     return make_working_folder(tmp_path, **GENERATING)
 
 
@@ -37,6 +38,8 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
 
 
 SFT, RL = ("train-sft", "-c", "sft.yaml"), ("train-grpo", "-c", "grpo.yaml")
+PREPROCESS = ("preprocess", "--input", "rows.jsonl", "--handler", "alpaca", "--tokenizer", "model",
+              "--template", "qwen", "--output-prefix", "out/rows")  # fmt: skip
 HF2MCORE = ("convert-ckpt", "hf2mcore", "--load", "model", "--save", "out")
 MANY = "--set=cluster.devices_per_node=2"
 
@@ -47,7 +50,7 @@ MANY = "--set=cluster.devices_per_node=2"
         ((*SFT, "--set", "model.path=gone"), ("--set: model.path=gone", "folder")),
         ((*RL, "--set", "model.path=gone"), ("--set: model.path=gone", "folder")),
         (("train-sft", "-c", "gone.yaml"), ("gone.yaml", "file")),
-        (("preprocess", "--date", "26 Jul"), ("--date: preprocess.date=26 Jul", "YYYY-MM-DD")),
+        ((*PREPROCESS, "--date", "26 Jul"), ("--date: preprocess.date=26 Jul", "YYYY-MM-DD")),
         (("convert-ckpt", "hf2mcore", "--load", "gone", "--save", "out"),
         ("--load: convert.load=gone", "folder")),
         (("generate", "--model", "gone", "--prompt", "x"),

@@ -29,7 +29,7 @@ COMMANDS = [
     ["generate"], ["chat"], ["serve"], ["eval"],
     ["convert-ckpt"], ["convert-ckpt", "hf2mcore"], ["convert-ckpt", "mcore2hf"],
     ["convert-ckpt", "reshard"], ["convert-ckpt", "inspect"], ["convert-ckpt", "hf2hf"],
-    ["convert-ckpt", "gguf2hf"],
+    ["convert-ckpt", "gguf2hf"], ["convert-ckpt", "hf2gguf"],
     ["convert-ckpt", "lora2hf"],
     ["cluster"], ["cluster", "up"], ["cluster", "join"], ["cluster", "status"], ["cluster", "down"],
     ["config"], ["config", "show"], ["config", "validate"], ["config", "schema"],

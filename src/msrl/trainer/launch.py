@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import gc
 import importlib
 import logging
 import os
@@ -311,7 +310,6 @@ def _fork(num_ranks: int, job: Path, arguments: Sequence[str], platform: Platfor
         prepare = _do_nothing
         importlib.import_module("msrl.trainer.rank")
         pickle.loads(job.read_bytes())
-    gc.freeze()  # pages that collections do not write stay shared with the ranks
 
     def run(rank: int) -> None:
         end_with_parent(template)

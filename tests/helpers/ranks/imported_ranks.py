@@ -8,6 +8,7 @@ Commands that tests start (`training_runs.Command`) import for themselves.
 
 from __future__ import annotations
 
+import atexit
 import gc
 import os
 import pickle
@@ -139,6 +140,7 @@ def main() -> None:
                 os.close(number)
             signal.set_wakeup_fd(-1)
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            atexit.register(gc.unfreeze)  # extension modules report objects that are never freed
             _become(*pickle.loads(request), fds[1:], path)
             return launch.main()
         statuses[pid] = fds[0]
