@@ -476,10 +476,12 @@ class Tester(Peer):
         It never catches a failed assertion of the tests, also as another name of AssertionError.
         """
         known = getattr(builtins, bases[0], None)
-        is_builtin = isinstance(known, type) and issubclass(known, Exception)
-        if is_builtin and not issubclass(AssertionError, known):
-            return known
-        parent: Any = Exception if is_builtin else self.error_class(bases[1:], "")
+        if isinstance(known, type) and issubclass(known, Exception):
+            if not issubclass(AssertionError, known):
+                return known
+            parent: Any = Exception
+        else:
+            parent = self.error_class(bases[1:], "")
         self._errors[bases[0]] = type(name, (parent,), {})
         return self._errors[bases[0]]
 

@@ -145,8 +145,9 @@ def _texts(value: str | list[str]) -> list[str]:
 
 
 def _is_count(value: object) -> bool:
-    is_integer = isinstance(value, int) and not isinstance(value, bool)
-    return is_integer and abs(value) <= sys.maxsize  # the longest text
+    if not isinstance(value, int) or isinstance(value, bool):
+        return False
+    return abs(value) <= sys.maxsize  # the longest text
 
 
 def _is_text(value: object) -> bool:
