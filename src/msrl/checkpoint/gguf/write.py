@@ -20,8 +20,8 @@ from torch import Tensor
 from msrl.checkpoint.atomic_folder import require_free_path, require_space, staged_folder
 from msrl.checkpoint.dtypes import hf_name
 from msrl.checkpoint.gguf.file import PLAIN, GgufFile
-from msrl.checkpoint.gguf.folder import tokenizer_metadata
 from msrl.checkpoint.gguf.model import FREQUENCIES, config_values, gguf_name, in_pairs, metadata
+from msrl.checkpoint.gguf.tokenizer import tokenizer_metadata
 from msrl.checkpoint.hf.weight_files import StoredTensor
 from msrl.checkpoint.source import HfSource
 from msrl.checkpoint.torch_files.reader import TensorSpec
@@ -40,7 +40,7 @@ _LARGEST = {"F16": 65504.0, "Q8_0": 127 * 65504.0}  # the scale of a block has F
 
 @dataclass(frozen=True, slots=True)
 class _Entry:
-    """A tensor of the file: its name and that of its weight, shape, type, and how it is read."""
+    """A tensor of the file. `weight` is its Hugging Face name, and `kind` its type in the file."""
 
     name: str
     weight: str
