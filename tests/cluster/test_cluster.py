@@ -419,11 +419,11 @@ def test_a_local_ray_keeps_no_idle_workers(run):
     worker = session.start(probe_class, placed, "actor", 0)
     wait_all([worker.pid.remote()], timeout_s=HANG_S)
 
-    def names() -> list[str]:
-        return list(children(os.getpid()).values())
+    def named(start: str) -> bool:
+        return any(name.startswith(start) for name in children(os.getpid()).values())
 
-    assert [name for name in names() if name.startswith("ray::ProbeActor")]
-    wait_until(lambda: not [name for name in names() if name.startswith("ray::IDLE")])
+    assert named("ray::ProbeActor")
+    wait_until(lambda: not named("ray::IDLE"))
     end(worker)
 
 

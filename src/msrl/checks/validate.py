@@ -103,6 +103,10 @@ def _all_checks(
             yield partial(plan_check, resolved, plan)
 
 
+# Checks that read an unknown value raise them; TypeError is raised by functions written in C.
+_UNKNOWN = (UnknownValueError, TypeError)
+
+
 def find_known_errors(resolved: Resolved, command: str) -> list[str]:
     """Return the errors of a configuration that do not depend on its unknown values."""
     lines, plan = list[str](), None
@@ -118,10 +122,6 @@ def find_known_errors(resolved: Resolved, command: str) -> list[str]:
         with suppress(*_UNKNOWN):
             lines.extend(run_check())
     return list(dict.fromkeys(redacted(line, resolved.config) for line in lines))
-
-
-# What a check raises when it reads an unknown value, also in C code, which asks for its type.
-_UNKNOWN = (UnknownValueError, TypeError)
 
 
 def find_missing_paths(resolved: Resolved, command: str) -> list[str]:

@@ -200,7 +200,7 @@ def _check_fits(planned: Sequence[RolePlan], devices_per_node: int, num_nodes: i
         f"cluster: the run needs {needed} node(s) of {devices_per_node} device(s) (shared: "
         f"{needs}),"
         f" but there are {num_nodes} x {devices_per_node} = {num_nodes * devices_per_node}. "
-        f"Add nodes (msrl cluster join) or use fewer workers."
+        "Add nodes (msrl cluster join) or use fewer workers."
     )
 
 

@@ -70,7 +70,7 @@ class PlacedWorkers:
     def options(self, role: str, worker: int, share: float | None = None) -> dict[str, Any]:
         """Return the options of a worker's actor: no CPUs, its share of a device, its bundle.
 
-        `share` is another one, of a small task on the device of a worker that has ended.
+        `share` replaces that share, for a small task on the device of a worker that has ended.
         """
         assignment = self.placement.worker(role, worker)
         share = assignment.share if share is None else share

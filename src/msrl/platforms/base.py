@@ -22,7 +22,7 @@ COMMON_STACK = {
     "math-verify": ">=0.8,<0.10",
     "safetensors": ">=0.4.5",
 }
-# The extras install 0.16.1; `nox -s megatron-next` tests 0.19. Both need no other code of msrl.
+# The extras install 0.16.1. `nox -s megatron-next` runs tests with a newer version.
 MEGATRON_CORE = ">=0.16.1,<0.20,!=0.17.*"
 
 

@@ -164,7 +164,6 @@ class NpuPlatform(DevicePlatform):
     visible_devices_variable = "ASCEND_RT_VISIBLE_DEVICES"
     # HCCL does not support float64 (torch_npu, ProcessGroupHCCL, data types of AllReduce).
     reduction_dtype = "float32"
-
     checks_addresses = True
 
     # vllm-ascend 0.23 (distributed/weight_transfer). Its engine for shared devices, npu_ipc, needs

@@ -60,7 +60,6 @@ _FINISHED = ("stop", "length")
 _COMPILED = "TORCHINDUCTOR_CACHE_DIR"  # by default in the temporary folder
 # They report the loss of a process in this one, with all settings. msrl has a message for it.
 _LOSS_LOGGERS = ("vllm.v1.executor.multiproc_executor", "vllm.logging_utils.dump_input")
-
 # Errors of vLLM's start if a process of the engine has ended, whose reason is in its logs.
 _LOST_AT_START = ("WorkerProc initialization failed", "Engine core initialization failed")
 

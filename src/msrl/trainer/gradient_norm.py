@@ -23,8 +23,8 @@ _ELEMENTS_PER_SUM = 4096
 def use_accurate_norms() -> None:
     """Replace the fallback of Megatron's `get_grad_norm_fp32` for gradients on the CPU.
 
-    Depends on `l2_norm_impl` of megatron/core/optimizer/clip_grads.py (megatron-core), which
-    is another function where Transformer Engine, Apex or MindSpeed has a fused one.
+    Depends on `l2_norm_impl` of megatron/core/optimizer/clip_grads.py, which is another function
+    where Transformer Engine, Apex or MindSpeed has a fused one.
     """
     if clip_grads.l2_norm_impl is local_multi_tensor_l2_norm:
         clip_grads.l2_norm_impl = _multi_tensor_l2_norm

@@ -24,12 +24,9 @@ from pathlib import Path
 
 from msrl.processes import fork_template
 
-# Libraries read them when they are imported; the last names a folder in PYTHONPATH with another
-# megatron-core.
-_READ_BY_IMPORTS = (
-    *("OMP_NUM_THREADS", "OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "TORCHDYNAMO_DISABLE"),
-    "MSRL_MEGATRON",
-)
+# Libraries read them when they are imported.
+_READ_BY_LIBRARIES = ("OMP_NUM_THREADS", "OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "TORCHDYNAMO_DISABLE")
+_MEGATRON = "MSRL_MEGATRON"  # a folder in PYTHONPATH with another megatron-core
 _LARGEST_REQUEST = 1 << 17
 start_interpreter = fork_template.start_process
 _sockets: dict[tuple[str | None, ...], socket.socket] = {}  # of the importing processes
@@ -94,7 +91,7 @@ def start_process(
 
 def _importing(env: Mapping[str, str]) -> socket.socket:
     """Return the connection to a process with the imports under these settings."""
-    key = tuple(env.get(name) for name in _READ_BY_IMPORTS)
+    key = tuple(env.get(name) for name in (*_READ_BY_LIBRARIES, _MEGATRON))
     if key not in _sockets:
         own, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         command = [sys.executable, "-P", __file__, str(other.fileno())]

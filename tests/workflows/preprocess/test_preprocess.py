@@ -34,6 +34,7 @@ from msrl.errors import MsrlError
 from msrl.types import Conversation, Message
 from msrl.workflows.engine import choose_renderer
 from msrl.workflows.preprocess import make_job, needs_processes, run, tokenize_all
+from published_tokenizers import published_tokenizer
 from support import HANG_S, assert_mentions, mentions, shared_data
 from tiny_qwen2 import make_tokenizer
 from training_runs import Command, children
@@ -48,8 +49,7 @@ def byte_tokenizer() -> str:
     return folder
 
 
-def published_tokenizer() -> Path:
-    return shared_data("tokenizers", "qwen2.5-0.5b-instruct")
+QWEN = "qwen2.5-0.5b-instruct"
 
 
 def preprocess(prefix, **settings):
@@ -64,7 +64,7 @@ def preprocess(prefix, **settings):
 
 def preprocess_published(prefix, **settings):
     """Preprocess with a published tokenizer."""
-    return preprocess(prefix, tokenizer=str(published_tokenizer()), **settings)
+    return preprocess(prefix, tokenizer=str(shared_data("tokenizers", QWEN)), **settings)
 
 
 def jsonl(path, rows) -> list[str]:
@@ -79,7 +79,7 @@ def gsm8k(number: int = 200) -> list[dict]:
 
 @cache
 def qwen():
-    return open_tokenizer(published_tokenizer())
+    return open_tokenizer(shared_data("tokenizers", QWEN))
 
 
 def render(row: dict):
@@ -137,7 +137,7 @@ def test_gsm8k_is_converted_to_prompts_that_mindspeed_can_read(tmp_path):
     )
     assert manifest.kind == "prompts"
     data = PromptDataset(tmp_path / "g")
-    hf = load_tokenizer(published_tokenizer())
+    hf = published_tokenizer(QWEN)
     renderer = make_renderer(load_template("qwen_r1"), qwen())
     for number, (row, prompt) in enumerate(zip(rows, data, strict=True)):
         assert prompt.index == number and prompt.answer == row["answer"].split("#### ")[1].replace(
@@ -255,7 +255,7 @@ def test_pretraining_text_has_the_tokenizers_ids_and_the_end_of_document(tmp_pat
     manifest = preprocess_published(
         tmp_path / "c", input=[str(source)], handler="pretrain", template=None, append_eod=True
     )
-    hf = load_tokenizer(published_tokenizer())
+    hf = published_tokenizer(QWEN)
     texts = [json.loads(line)["text"] for line in source.read_text().splitlines()]
     data = TextDataset(tmp_path / "c")
     assert (tmp_path / "c_text_document.bin").exists() and len(data) == manifest.num_rows == len(
@@ -383,7 +383,7 @@ def test_a_file_size_limit_is_one_message_and_leaves_nothing(tmp_path):
 def test_the_files_of_a_killed_run_are_removed_by_the_next_one(tmp_path):
     inputs = jsonl(tmp_path / "x.jsonl", gsm8k(3))
     many = jsonl(tmp_path / "many.jsonl", gsm8k(1) * 100_000)
-    tokenizer = str(published_tokenizer())
+    tokenizer = str(shared_data("tokenizers", QWEN))
     arguments = ["--handler", "gsm8k", "--template", "qwen", "--tokenizer", tokenizer]
     paths = ["--input", many[0], "--output-prefix", str(tmp_path / "out" / "g")]
     killed = subprocess.Popen([sys.executable, "-m", "msrl", "preprocess", *arguments, *paths])
@@ -451,7 +451,7 @@ def test_processes_start_only_where_they_are_faster(
     file = tmp_path / "x.jsonl"
     with file.open("wb") as empty:
         empty.truncate(min(size, 1 << 32))
-    tokenizer = str(published_tokenizer())
+    tokenizer = str(shared_data("tokenizers", QWEN))
     values = {"handler": "alpaca", "template": "qwen", "tokenizer": tokenizer, "workers": 2}
     section = Config.model_validate({"preprocess": {**values, **settings}}).preprocess
     assert needs_processes(make_job(section), (file,), section.workers) == expected
@@ -533,7 +533,7 @@ def test_a_terminated_run_leaves_no_workers_and_after_sigterm_no_files(tmp_path,
         tmp_path / "in.jsonl",
         [{"instruction": "question " * 20, "output": "answer " * 50}] * 100_000,
     )
-    tokenizer = str(published_tokenizer())
+    tokenizer = str(shared_data("tokenizers", QWEN))
     flags = [
         "--input",
         *files,
@@ -598,7 +598,7 @@ def test_threads_write_the_rows_of_one_thread_with_control_tokens_as_text(tmp_pa
         for i in range(2000)
     ]
     inputs = jsonl(tmp_path / "x.jsonl", rows)
-    tokenizer = str(published_tokenizer())
+    tokenizer = str(shared_data("tokenizers", QWEN))
     values = {"input": inputs, "handler": "alpaca", "template": "qwen", "tokenizer": tokenizer}
     job = make_job(Config.model_validate({"preprocess": values}).preprocess)
     batches = list(read_batches(find_files(inputs)))
