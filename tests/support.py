@@ -1,10 +1,11 @@
-"""Helpers of several tests: paths, real inputs, PYTHONPATH of processes, checks of messages."""
+"""Helpers of several tests: paths, real inputs, PYTHONPATH of processes, waiting, messages."""
 
 from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Mapping
+import time
+from collections.abc import Callable, Iterable, Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -51,6 +52,14 @@ def shared_data(*names: str) -> Path:
     if not path.exists():
         pytest.skip(f"real inputs are not here: {path} (set MSRL_TEST_DATA)")
     return path
+
+
+def wait_until(condition: Callable[[], object], limit_s: float = HANG_S) -> None:
+    """Wait until the condition is true. Fail after the limit, which no working test reaches."""
+    deadline = time.monotonic() + limit_s
+    while not condition():
+        assert time.monotonic() < deadline, f"not true after {limit_s:g} s"
+        time.sleep(0.005)
 
 
 def _pattern(fragment: object) -> str:

@@ -22,7 +22,7 @@ from msrl.cluster import launch, state
 from msrl.cluster.placement import Role, plan
 from msrl.errors import MsrlError
 from msrl.free_ports import free_port
-from support import HANG_S, assert_each_mentions, assert_mentions, mentions
+from support import HANG_S, assert_each_mentions, assert_mentions, mentions, wait_until
 from training_runs import children, wait_for_end
 
 pytestmark = pytest.mark.slow
@@ -99,9 +99,7 @@ def test_a_cluster_in_use_is_not_ended_without_a_question(head, monkeypatch, cap
     command = [sys.executable, "-m", "msrl", "cluster", "down"]
     with sessions.ray_session(head.address, num_devices=0, resource_name=RESOURCE) as session:
         session.create_placement(plan([Role("actor", 1)], 1, resource=RESOURCE))
-        deadline = time.monotonic() + HANG_S
-        while session.nodes()[0].num_free > 1 and time.monotonic() < deadline:
-            time.sleep(0.2)
+        wait_until(lambda: session.nodes()[0].num_free == 1)
         done = subprocess.run(
             command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False
         )
@@ -520,10 +518,7 @@ def test_a_worker_without_heartbeats_counts_as_dead_and_can_be_replaced(run):
     for actor in (busy, stopped):
         heartbeats.end(actor)
     session.end("actor", [0, 1])
-    gone_by = time.monotonic() + HANG_S
-    while is_running(victim) and time.monotonic() < gone_by:
-        time.sleep(0.1)
-    assert not is_running(victim)
+    wait_until(lambda: not is_running(victim))
     session.wait_for_devices(placed, "actor", [0, 1], timeout_s=HANG_S)
     again = session.start(probe_class, placed, "actor", 1)
     assert wait_all([again.pid.remote()], timeout_s=HANG_S) != [victim]
@@ -590,13 +585,6 @@ def end(*actors):
 
     for actor in actors:
         ray.kill(actor)
-
-
-def wait_until(condition, timeout_s=HANG_S):
-    deadline = time.monotonic() + timeout_s
-    while not condition() and time.monotonic() < deadline:
-        time.sleep(0.1)
-    assert condition()
 
 
 class other_ray:  # noqa: N801

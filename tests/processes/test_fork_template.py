@@ -17,7 +17,7 @@ from msrl.platforms import get
 from msrl.processes import fork_template
 from msrl.processes.fork_template import RankTemplate
 from msrl.trainer.launch import LocalRanks, RankContext, RankError
-from support import HANG_S, python_path
+from support import python_path, wait_until
 from training_runs import wait_for_end
 
 pytestmark = pytest.mark.slow
@@ -118,9 +118,7 @@ def test_the_end_waits_for_ranks_that_the_driver_does_not_know(
 ) -> None:
     command = [sys.executable, "-c", RANKS, str(tmp_path)]
     template = RankTemplate(command, env=dict(os.environ), descriptors=[])
-    deadline = time.monotonic() + HANG_S
-    while len(list(tmp_path.glob("* runs"))) < 2 and time.monotonic() < deadline:
-        time.sleep(0.01)
+    wait_until(lambda: len(list(tmp_path.glob("* runs"))) == 2)
     receive = template._receive
 
     def receive_late(timeout_s: float | None) -> bool:

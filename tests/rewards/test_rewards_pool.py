@@ -21,7 +21,14 @@ from msrl.rewards.pool import Call, CallResult, Pool
 from msrl.rewards.score import Scorer, Source
 from msrl.rewards.worker import Function
 from reward_groups import group, totals
-from support import HANG_S, assert_each_mentions, assert_mentions, folders, mentions, python_path
+from support import (
+    assert_each_mentions,
+    assert_mentions,
+    folders,
+    mentions,
+    python_path,
+    wait_until,
+)
 
 
 def pool(name, *, stuck_s=60.0, num_workers=1, options=(), **limits):
@@ -50,13 +57,6 @@ def stat(pid):
 
 def running(pid):
     return stat(pid)[0] not in {"Z", "X"}
-
-
-def wait_for_end(pid):
-    deadline = time.monotonic() + HANG_S
-    while running(pid):
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 def test_results_come_in_the_order_of_the_calls():
@@ -166,7 +166,7 @@ def test_a_worker_that_died_between_two_rounds_costs_no_score():
     with pool("own_process") as workers:
         pid = int(workers.map(calls("a"))[0].score)
         os.kill(pid, 9)
-        wait_for_end(pid)
+        wait_until(lambda: not running(pid))
         (result,) = workers.map(calls("a"))
         assert result.failure is None
         assert int(result.score) != pid
@@ -217,7 +217,7 @@ def test_workers_end_with_a_parent_that_was_killed():
     done = subprocess.run(
         [sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, timeout=60, check=False
     )
-    wait_for_end(int(done.stdout))
+    wait_until(lambda: not running(int(done.stdout)))
 
 
 @pytest.mark.parametrize(

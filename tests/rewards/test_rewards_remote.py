@@ -27,7 +27,7 @@ from msrl.rewards.sources import mistakes
 from msrl.rewards.verifiers import code
 from msrl.types import Completion, Prompt, RolloutGroup
 from reward_groups import group, totals
-from support import HANG_S, assert_each_mentions, assert_mentions, mentions
+from support import assert_each_mentions, assert_mentions, mentions, wait_until
 
 
 @contextlib.contextmanager
@@ -147,9 +147,7 @@ def read_request(connection):
 
 def wait_for_delivery(connection):
     """Wait until the peer's kernel has received all that was sent (tcp(7), SIOCOUTQ)."""
-    deadline = time.monotonic() + HANG_S
-    while any(fcntl.ioctl(connection, termios.TIOCOUTQ, bytes(4))) and time.monotonic() < deadline:
-        time.sleep(0.001)
+    wait_until(lambda: not any(fcntl.ioctl(connection, termios.TIOCOUTQ, bytes(4))))
 
 
 @contextlib.contextmanager

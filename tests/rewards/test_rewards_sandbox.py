@@ -25,7 +25,7 @@ from msrl.rewards.sandbox import Limits, run
 from msrl.rewards.score import Scorer, Source
 from msrl.rewards.verifiers import code
 from reward_groups import group, totals
-from support import HANG_S, assert_mentions, mentions
+from support import assert_mentions, mentions, wait_until
 from training_runs import children
 
 SMALL = Limits(case_s=1.0, total_s=4.0, memory_bytes=96 << 20, processes=8)
@@ -431,10 +431,7 @@ def test_a_sandbox_ends_with_the_process_that_started_it():
         "run('import os, time\\nos.fork()\\ntime.sleep(60)', [''], limits)\n"
     )
     subprocess.run([sys.executable, "-c", code], timeout=60, check=False)
-    deadline = time.monotonic() + HANG_S
-    while inside() and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert inside() == []
+    wait_until(lambda: not inside())
 
 
 STDIN = json.dumps({"inputs": ["1 2\n", "3 4\n"], "outputs": ["3\n", "7"]})

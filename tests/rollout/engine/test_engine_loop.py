@@ -19,7 +19,7 @@ import torch
 from msrl.rollout.engine import EngineSettings, NewTokens
 from msrl.rollout.runtime.engine_loop import EngineLoop, GroupRequest, LoopMessage, LoopReport
 from msrl.types import Completion, Ints, Prompt, RolloutGroup, SamplingParams, VersionRun
-from support import HANG_S
+from support import wait_until
 
 SAMPLING = SamplingParams(max_tokens=6, num_samples=2, ignore_eos=True)
 
@@ -77,13 +77,6 @@ class ScriptedEngine:
         self.permission.release(steps)
 
 
-def wait_until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + HANG_S
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
-
-
 def peek(loop: EngineLoop, *requests: GroupRequest) -> LoopReport:
     """Send requests and return the loop's report immediately."""
     return loop.exchange(LoopMessage(requests), 0.0)
@@ -91,10 +84,12 @@ def peek(loop: EngineLoop, *requests: GroupRequest) -> LoopReport:
 
 def wait_for_groups(loop: EngineLoop, count: int) -> dict[str, RolloutGroup]:
     finished = dict[str, RolloutGroup]()
-    deadline = time.monotonic() + HANG_S
-    while len(finished) < count:
-        assert time.monotonic() < deadline
-        finished |= loop.exchange(LoopMessage(received=tuple(finished)), 0.05).finished
+
+    def all_finished() -> bool:
+        finished.update(loop.exchange(LoopMessage(received=tuple(finished)), 0.05).finished)
+        return len(finished) >= count
+
+    wait_until(all_finished)
     loop.exchange(LoopMessage(received=tuple(finished)), 0.0)  # report none of them again
     return finished
 

@@ -31,7 +31,7 @@ from msrl.rollout.weights.channel import ChannelError, WeightChannel, hang_up, r
 from msrl.rollout.weights.digest import add_digests, differences, file_digests
 from msrl.rollout.weights.sender import WeightSender, restore
 from msrl.rollout.weights.verification import check_digests
-from support import mentions
+from support import mentions, wait_until
 
 Weights = list[tuple[StageTensor, Tensor]]
 BUCKET_BYTES = 1 << 13  # smaller than the embeddings
@@ -316,11 +316,8 @@ def test_a_receiver_that_waited_for_an_earlier_version_is_skipped(
 
 def wait_until_listed(channel: WeightChannel) -> None:
     """Wait until a receiver has connected to the socket."""
-    for _ in range(1000):
-        lines = Path("/proc/net/unix").read_text().splitlines()
-        if sum(channel.address.name in line for line in lines) > 1:
-            return
-        threading.Event().wait(0.01)
+    sockets = Path("/proc/net/unix")
+    wait_until(lambda: sockets.read_text().count(channel.address.name) > 1)
 
 
 def test_a_sender_that_waits_for_a_lost_receiver_can_be_released_and_sends_again(

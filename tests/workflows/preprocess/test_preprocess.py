@@ -35,7 +35,7 @@ from msrl.types import Conversation, Message
 from msrl.workflows.engine import choose_renderer
 from msrl.workflows.preprocess import make_job, needs_processes, run, tokenize_all
 from published_tokenizers import published_tokenizer
-from support import HANG_S, assert_mentions, mentions, shared_data
+from support import HANG_S, assert_mentions, mentions, shared_data, wait_until
 from tiny_qwen2 import make_tokenizer
 from training_runs import Command, children
 
@@ -387,9 +387,7 @@ def test_the_files_of_a_killed_run_are_removed_by_the_next_one(tmp_path):
     arguments = ["--handler", "gsm8k", "--template", "qwen", "--tokenizer", tokenizer]
     paths = ["--input", many[0], "--output-prefix", str(tmp_path / "out" / "g")]
     killed = subprocess.Popen([sys.executable, "-m", "msrl", "preprocess", *arguments, *paths])
-    deadline = time.monotonic() + HANG_S
-    while not list((tmp_path / "out").glob("msrl-*/*.bin")) and time.monotonic() < deadline:
-        time.sleep(0.02)
+    wait_until(lambda: list((tmp_path / "out").glob("msrl-*/*.bin")))
     killed.kill()
     killed.wait()
     assert list((tmp_path / "out").glob("msrl-*/owner.json"))

@@ -11,7 +11,7 @@ import re
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -39,7 +39,7 @@ from msrl.workflows.rl.setup import Prompts
 from msrl.workflows.rl.sources import AsynchronousSource
 from msrl.workflows.rl.step import Clock
 from msrl.workflows.training.transport.base import Calls, Workers
-from support import HANG_S, ROOT, mentions
+from support import ROOT, mentions, wait_until
 
 ROWS, BATCH, STEPS = 12, 3, 6
 SAMPLING = SamplingParams(max_tokens=8, num_samples=2, seed=5)
@@ -590,13 +590,6 @@ def engines_with_tokens(rollouts: AsyncRollouts) -> set[int]:
     return {engine for key, engine in holders.items() if dispatcher.num_tokens(key)}
 
 
-def wait_until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + HANG_S
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-
-
 class UnstableEngines(LosingEngines):
     """Engines of which one hangs in an exchange, and another is lost while it is restarted."""
 
@@ -702,13 +695,14 @@ def test_replacements_end_at_their_limit_and_the_step_reports_it() -> None:
 
 def wait_for_filtered_groups(rollouts: AsyncRollouts) -> Any:
     """Return the state, as a checkpoint has it, once groups of the next steps were filtered."""
-    deadline = time.monotonic() + HANG_S
-    while time.monotonic() < deadline:
-        state = json.loads(json.dumps(rollouts.state()))
-        if state["rollouts"]["filtered"]:
-            return state
-        time.sleep(0.01)
-    raise AssertionError("nothing was filtered")
+    states = list[Any]()
+
+    def filtered() -> object:
+        states.append(json.loads(json.dumps(rollouts.state())))
+        return states[-1]["rollouts"]["filtered"]
+
+    wait_until(filtered)
+    return states[-1]
 
 
 def test_a_resumed_run_keeps_filtered_groups_for_the_statistics() -> None:

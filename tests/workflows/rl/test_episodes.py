@@ -55,7 +55,7 @@ from msrl.workflows.rl.asynchronous.records import decode, encode
 from msrl.workflows.rl.update.advantages import placed_rewards
 from msrl.workflows.rollout_log import RolloutLog
 from prepared_steps import make_step
-from support import HANG_S, mentions
+from support import mentions, wait_until
 from tiny_qwen2 import make_tokenizer
 
 END = 2  # <|im_end|>
@@ -502,19 +502,13 @@ def test_weights_that_change_within_an_episode_are_recorded_by_token(
     prompt = Prompt(0, np.arange(40, 50))
     loop.exchange(LoopMessage((GroupRequest("a", prompt, SAMPLING, (None,)),)), 0.0)
 
-    def wait_for(condition: Callable[[], bool]) -> None:
-        deadline = time.monotonic() + HANG_S
-        while not condition():
-            assert time.monotonic() < deadline
-            time.sleep(0.001)
-
-    wait_for(lambda: bool(environments.waiting))
+    wait_until(lambda: environments.waiting)
     environments.release()  # the opening
-    wait_for(lambda: len(environments.answers) == 1)
+    wait_until(lambda: len(environments.answers) == 1)
     loop.update(6, lambda: setattr(policy, "weights", 1))
-    wait_for(lambda: loop.exchange(LoopMessage(), 0.0).version == 6)
+    wait_until(lambda: loop.exchange(LoopMessage(), 0.0).version == 6)
     environments.release()
-    wait_for(lambda: len(environments.answers) == 2 and bool(environments.waiting))
+    wait_until(lambda: len(environments.answers) == 2 and environments.waiting)
     environments.release()
     report = loop.exchange(LoopMessage(), 10.0)
     (completion,) = report.finished["a"].completions
@@ -530,12 +524,9 @@ def test_an_aborted_group_closes_its_environments(template: EpisodeTemplate) -> 
     loop.start()
     request = GroupRequest("a", Prompt(0, np.arange(5)), SAMPLING, (1, 2))
     loop.exchange(LoopMessage((request,)), 0.0)
-    deadline = time.monotonic() + HANG_S
-    while len(environments.waiting) < 2 and time.monotonic() < deadline:
-        time.sleep(0.001)
+    wait_until(lambda: len(environments.waiting) == 2)
     loop.exchange(LoopMessage(aborted=("a",)), 0.0)
-    while len(environments.closed) < 2 and time.monotonic() < deadline:
-        time.sleep(0.001)
+    wait_until(lambda: len(environments.closed) == 2)
     assert sorted(environments.closed) == ["a/0", "a/1"]
     loop.close()
 
