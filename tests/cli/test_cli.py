@@ -118,6 +118,30 @@ def test_help_in_a_fresh_process_is_quick_and_imports_nothing_heavy():
     assert min(seconds[:2]) < max(0.4, 3 * min(libraries)), (seconds, libraries)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "command",
+    [["generate", "--prompt", "x"], ["chat"], ["eval", "-c", "grpo.yaml", "--data", "data"]],
+)
+def test_torch_of_an_engine_in_this_process_finds_its_variables(
+    folder: Path, command: list[str], monkeypatch: pytest.MonkeyPatch
+):
+    program = (
+        "import os, sys\n"
+        "class TorchImport:\n"
+        "    def find_spec(self, name, path=None, target=None):\n"
+        "        if name == 'torch':\n"
+        "            names = 'OMP_WAIT_POLICY', 'TORCH_CPP_LOG_LEVEL'\n"
+        "            print([os.environ.get(name) for name in names], flush=True)\n"
+        "            os._exit(0)\n"
+        "sys.meta_path.insert(0, TorchImport())\n"
+        "from msrl.cli.app import main\n"
+        "main()\n"
+    )
+    monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
+    assert run_python(program, *command, "model")[0] == "['PASSIVE', 'ERROR']\n"
+
+
 def run_python(program: str, *arguments: str) -> tuple[str, float]:
     """Run a program in a fresh process; return its output and its CPU time in seconds."""
     before = resource.getrusage(resource.RUSAGE_CHILDREN)

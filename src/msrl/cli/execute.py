@@ -43,6 +43,7 @@ WORKFLOWS = {
     "serve": "msrl.workflows.serve.server",
     "eval": "msrl.workflows.evaluate.run",
 }
+_ENGINE_IN_PROCESS = frozenset({"generate", "chat", "eval"})
 _UNKNOWN_LENGTHS = (
     "peak memory of the fullest device, without activations: "
     "set data.seq_length or train.max_tokens_per_micro_batch"
@@ -89,6 +90,8 @@ def execute(
             importlib.import_module(plan).show(resolved.config)
         return
     download_weights(resolved, local.values)
+    if command in _ENGINE_IN_PROCESS:
+        _set_library_variables()
     workflow = importlib.import_module(WORKFLOWS[command])
     if run_plan.reads_data:
         from msrl.workflows.row_cache import prepare_rows
@@ -98,6 +101,13 @@ def execute(
         return
     workflow.run(resolved.config)
     _show_next(resolved, command)
+
+
+def _set_library_variables() -> None:
+    """Set variables that torch reads when it is imported, unless the user has set them."""
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # threads of the engine share the cores
+    if not os.environ.get("MSRL_VERBOSE"):
+        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
 
 def _show_next(resolved: Resolved, command: str) -> None:

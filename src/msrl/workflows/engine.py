@@ -76,16 +76,6 @@ def check_engine(config: Config, settings: EngineSettings) -> None:
     check_limits(settings, planned_platform(config))
 
 
-def early_environment() -> None:
-    """Set variables that must be set before torch is imported in a process that runs an engine.
-
-    Variables that the user has set are unchanged.
-    """
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    if not os.environ.get("MSRL_VERBOSE"):
-        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-
-
 def open_model(model: str | None, key: str, lora: str | None = None) -> WeightSource:
     """Open the weights of a Hugging Face or mcore folder, with an adapter merged into them.
 
@@ -93,7 +83,6 @@ def open_model(model: str | None, key: str, lora: str | None = None) -> WeightSo
         MsrlError: `model` is None or the folder is damaged. `key` is the setting's name for the
             message.
     """
-    early_environment()
     from msrl.checkpoint.source import open_weights
 
     if model is None:

@@ -40,7 +40,6 @@ from msrl.tracking.progress import duration_text, progress
 from msrl.types import Ints, Prompt, RolloutGroup, SamplingParams
 from msrl.workflows.engine import (
     check_engine,
-    early_environment,
     engine_settings,
     hf_weights,
     running_engine,
@@ -111,7 +110,6 @@ def prepare(config: Config) -> EvaluationSetup:
     Raises:
         MsrlError: One of them is not valid.
     """
-    early_environment()
     checkpoints = find_checkpoints(config.evaluate.models)
     plans = [_plan(config, checkpoint) for checkpoint in checkpoints]
     tokenizer = open_tokenizer(plans[0].tokenizer_dir)

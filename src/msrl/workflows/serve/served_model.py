@@ -19,7 +19,7 @@ from msrl.files import read_text_within
 from msrl.models.paths import is_adapter_folder, is_hf, is_mcore
 from msrl.models.shape import Shape
 from msrl.rollout.server import MAX_LORA_RANK
-from msrl.workflows.engine import early_environment, open_model
+from msrl.workflows.engine import open_model
 from msrl.workflows.serve import model_cache
 
 if TYPE_CHECKING:
@@ -68,7 +68,6 @@ def open_served_model(section: ServeConfig) -> ServedModel:
     Raises:
         MsrlError: A folder is damaged, or the model or an adapter cannot be served.
     """
-    early_environment()
     load, name = Path(str(section.model)), section.name or model_name(str(section.model))
     adapters = [split_adapter(text) for text in section.lora]
     tokenizer_dir = None
