@@ -26,8 +26,9 @@ from msrl.errors import MsrlError
 from msrl.files import atomic_write, write_text
 from msrl.limits import one_line
 from msrl.tracking.console import COLUMNS, StepConsole
+from msrl.tracking.curves import Point, plot_curves
 from msrl.tracking.metrics import MetricsWriter, read_metrics, to_line
-from msrl.tracking.plots import plot_metrics, running_mean
+from msrl.tracking.plots import plot_distributions, plot_metrics, running_mean
 from msrl.tracking.progress import amount_text, duration_text, progress
 from msrl.tracking.report import lines, summarize, write_report
 from msrl.tracking.run import RunFolder, read_attempts, resume_command, stack_versions
@@ -684,3 +685,15 @@ def test_the_report_of_an_asynchronous_run_has_a_timeline_of_its_steps() -> None
     assert text[-2:] == ["| 1 | 0.50 | 1.00 | 25% |", "| 2 | 0.50 | 2.00 | 50% |"]
     synchronous = [StepReport(1, {"reward/mean": 0.0}, {"update": 1.0})]
     assert not summarize(synchronous).timeline
+
+
+@pytest.mark.parametrize("name", [r"a$\frac$b", "$x$ \x1b\n", "\udcff"])
+def test_names_in_plots_are_no_formulas(name: str, tmp_path: Path) -> None:
+    files = [tmp_path / f"{number}.png" for number in range(3)]
+    plot_metrics([StepReport(1, {name: 1.0}, {}, ())], [name], files[0], title=name)
+    plot_distributions({name: [1.0]}, files[1], title=name)
+    points = [
+        Point(series, name, None, {name: 0.5}, {name: (0.0, 1.0)}) for series in (name, "other")
+    ]
+    assert plot_curves(points, files[2])
+    assert all(file.read_bytes().startswith(b"\x89PNG") for file in files)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from msrl.files import atomic_write
+from msrl.tracking.plots import label_text
 
 _LINE_STYLES = ("-", "--", ":", "-.")
 
@@ -46,7 +47,7 @@ def plot_curves(points: Sequence[Point], path: Path) -> bool:
     for number, series in enumerate(all_series):
         rows = [(x, p) for x, p in zip(positions, points, strict=True) if p.series == series]
         for color, name in enumerate(names):
-            label = name if len(all_series) == 1 else f"{series}, {name}"
+            label = label_text(name if len(all_series) == 1 else f"{series}, {name}")
             style = _LINE_STYLES[number % len(_LINE_STYLES)]
             _draw(axes, rows, name, label=label, color=f"C{color}", style=style)
     axes.set_ylim(-0.02, 1.02)
@@ -67,7 +68,8 @@ def _positions(axes: Any, points: Sequence[Point]) -> list[int]:
         axes.set_xlabel("step")
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         return steps
-    axes.set_xticks(range(len(points)), [point.label for point in points], rotation=20, ha="right")
+    labels = [label_text(point.label) for point in points]
+    axes.set_xticks(range(len(points)), labels, rotation=20, ha="right")
     return list(range(len(points)))
 
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from msrl.errors import MsrlError
 from msrl.files import atomic_write
+from msrl.limits import one_line
 from msrl.types import StepReport
 
 if TYPE_CHECKING:
@@ -96,10 +97,19 @@ def plot_metrics(
     return tuple(name for name in names if name not in present)
 
 
+def label_text(name: str) -> str:
+    r"""Return a name for matplotlib, which reads text between dollar signs as a formula.
+
+    >>> label_text("a$b")
+    'a\\$b'
+    """
+    return one_line(name).encode(errors="replace").decode().replace("$", r"\$")
+
+
 def _finish_panel(axes: Any, label: str, names: Sequence[str]) -> None:
     from matplotlib.ticker import MaxNLocator
 
-    axes.set_title(names[0] if len(names) == 1 else label, fontsize="medium")
+    axes.set_title(label_text(names[0] if len(names) == 1 else label), fontsize="medium")
     axes.set_xlabel("step")
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.grid(alpha=0.3)
@@ -142,7 +152,8 @@ def plot_distributions(
     for axes, (name, numbers) in zip(figure.axes, values.items(), strict=False):
         finite = [number for number in numbers if math.isfinite(number)]
         axes.hist(finite, bins=40, color=_COLORS[0])
-        axes.set_title(f"{name} (mean {sum(finite) / max(len(finite), 1):.4g})", fontsize="medium")
+        mean = sum(finite) / max(len(finite), 1)
+        axes.set_title(f"{label_text(name)} (mean {mean:.4g})", fontsize="medium")
         axes.set_ylabel("responses")
         axes.grid(alpha=0.3)
     path.parent.mkdir(exist_ok=True)
@@ -161,7 +172,7 @@ def _figure(num_panels: int, title: str) -> Figure:
     FigureCanvasAgg(figure)
     figure.subplots(num_rows, num_columns)
     if title:
-        figure.suptitle(title)
+        figure.suptitle(label_text(title))
     return figure
 
 
@@ -172,6 +183,6 @@ def _draw(axes: Any, name: str, steps: list[int], values: list[float], *, color:
     if is_smoothed:
         mean = running_mean(finite, max(2, len(steps) // 20))
         axes.plot(steps, finite, color=color, alpha=0.3)
-        axes.plot(steps, mean, color=color, label=f"{name}, running mean")
+        axes.plot(steps, mean, color=color, label=f"{label_text(name)}, running mean")
     else:
-        axes.plot(steps, finite, color=color, marker=marker, markersize=4, label=name)
+        axes.plot(steps, finite, color=color, marker=marker, markersize=4, label=label_text(name))
