@@ -21,11 +21,11 @@ def loads(text: str) -> Any:
 
 def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """Return an object. Raises ValueError if it has a key twice."""
-    values = dict(pairs)
-    if len(values) < len(pairs):
-        names = [name for name, _ in pairs]
-        twice = next(name for name in names if names.count(name) > 1)
-        raise ValueError(f"an object has {twice!r} more than once")
+    values: dict[str, Any] = {}
+    for name, value in pairs:
+        if name in values:
+            raise ValueError(f"an object has {name!r} more than once")
+        values[name] = value
     return values
 
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from msrl import strict_json
 from msrl.data.columns import DroppedRow
 from msrl.data.files.readers import RowBatch
 from msrl.data.handlers import ALIASES, REFUSED, Handler, handler_mistake, make_handler
@@ -442,6 +444,14 @@ def test_a_key_that_an_object_has_twice_is_refused(line: str):
     batch = RowBatch("x.jsonl", 3, [line.encode()], lines=True)
     with pytest.raises(MsrlError, match=mentions("x.jsonl:3", "more than once")):
         list(batch.values())
+
+
+def test_a_key_that_a_large_object_has_twice_is_found_in_one_pass():
+    pairs = [(str(number), 0) for number in range(300_000)]
+    start = time.process_time()
+    with pytest.raises(ValueError, match="'299999' more than once"):
+        strict_json.unique_keys([*pairs, pairs[-1]])
+    assert time.process_time() - start < 10
 
 
 def test_arguments_with_a_key_twice_are_refused():
