@@ -8,14 +8,15 @@ import pytest
 import yaml
 
 from msrl.cli.configuration import load_configuration as load
-from msrl.config.loader import Flag
+from msrl.config import interpolate, messages, sources
+from msrl.config.loader import Flag, InvalidConfigError
 from msrl.config.schema import Config, RewardSource
 from msrl.config.sections.general import LogConfig
 from msrl.config.show import to_yaml
 from msrl.config.sources import merge, packaged_names, parse, plain, scalar
 from msrl.config.unsupported import NOT_YET, NOT_YET_VALUES
 from msrl.errors import ManyErrors, MsrlError
-from support import assert_each_mentions, assert_mentions
+from support import assert_each_mentions, assert_mentions, mentions
 
 
 @pytest.fixture
@@ -84,6 +85,19 @@ def test_defaults_that_include_their_own_file_are_refused(folder: Path):
     write(folder / "a.yaml", "defaults: [b.yaml]\n")
     write(folder / "b.yaml", "defaults: [a.yaml]\n")
     assert_each_mentions(mistakes("a.yaml"), ("b.yaml:1: defaults: a.yaml", "itself"))
+
+
+@pytest.mark.parametrize("listed", [1, 2])
+def test_defaults_of_too_many_files_are_refused(tmp_path: Path, listed: int):
+    """Files that list another one twice multiply."""
+    for number in range(sources._MAX_FILES):
+        names = ", ".join([f"{number + 1}.yaml"] * listed)
+        (tmp_path / f"{number}.yaml").write_text(f"defaults: [{names}]\n")
+    (tmp_path / f"{sources._MAX_FILES}.yaml").write_text("run: {name: x}\n")
+    first = tmp_path / "0.yaml"
+    with pytest.raises(MsrlError, match=mentions(first, "defaults", sources._MAX_FILES)):
+        load([str(first)])
+    assert load([str(tmp_path / "99.yaml")]).config.run.name == "x"
 
 
 def test_the_error_about_a_missing_default_names_the_file_that_lists_it(folder: Path):
@@ -272,6 +286,33 @@ def test_all_errors_of_a_configuration_are_reported_at_once(folder: Path):
         ("grpo.yaml:17: reward.sources.1=acc", "section", ", ".join(RewardSource.model_fields)),
         ("grpo.yaml:18: log=3", "section", ", ".join(LogConfig.model_fields)),
     )
+
+
+def test_many_errors_are_reported_up_to_a_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """The message of each error compares its name with all keys."""
+    monkeypatch.setattr(messages, "MAX_ERRORS", 3)
+    monkeypatch.setattr(interpolate, "_MAX_HINTS", 1)
+    file = tmp_path / "a.yaml"
+    lines = [f"  x{number}: 1" for number in range(9)]
+    file.write_text("\n".join(["run:", "  name: ${run.nme}", "  dir: ${run.nme}", *lines]))
+    with pytest.raises(ManyErrors) as caught:
+        load([str(file)])
+    unknown, *errors, rest = caught.value.messages[0], *caught.value.messages[2:]
+    assert "did you mean" in unknown and "did you mean" not in caught.value.messages[1]
+    assert_each_mentions(errors, *((f"run.x{number}",) for number in range(3)))
+    assert_mentions(rest, "6", "more")
+
+
+def test_several_texts_and_errors_of_one_section_are_found_together(tmp_path: Path):
+    file = tmp_path / "a.yaml"
+    file.write_text("cluster: {env: {A: 1, B: 002, C: no}}\n")
+    config = load([str(file)]).config
+    assert dict(config.cluster.env) == {"A": "1", "B": "002", "C": "no"}
+    with pytest.raises(InvalidConfigError) as caught:
+        load([str(file)], ["run.nme=x", "run.seed=x", "train.stps=1", "run.name=y"])
+    valid = caught.value.valid_part
+    assert valid is not None and len(caught.value.messages) == 3
+    assert (valid.config.run.name, valid.config.run.seed) == ("y", Config().run.seed)
 
 
 def test_a_duplicate_key_is_refused_with_both_lines(folder: Path):

@@ -21,6 +21,7 @@ _VARIABLE = re.compile(r"\$\{env:([^{}]*)\}")
 _MAX_VALUES = 20_000  # that references insert
 _MAX_CHARS = 10_000_000
 _MAX_LEVELS = 50  # of references to values with references
+_MAX_HINTS = 100
 MIN_SECRET = 6  # shorter values are not replaced in texts
 _RESOLVED_BY_SENDER = re.compile(
     r"\.headers\.[^.]+$|^reward\.sources\.\d+\.url$|^algo\.distill\.teachers\.\d+\.(url|api_key)$"
@@ -62,6 +63,7 @@ class Interpolation:
         self.tree = tree
         self.environment = os.environ if environment is None else environment
         self._origins: dict[str, Origin] = {}  # by error message
+        self._num_unknown = 0  # names of keys that do not exist
         self._open: list[str] = []  # paths whose references are being resolved
         self._first_origin = tree.origin  # of the first of them
         self._num_values = self._num_chars = 0  # that references have inserted
@@ -182,13 +184,18 @@ class Interpolation:
         for key in name.split("."):
             target = _child(target, key)
             if target is None:
-                hint = nearest(name, _paths(self.tree))
-                return self._fail(node, path, f"${{{name}}}: unknown key; {hint}")
+                return self._fail(node, path, f"${{{name}}}: unknown key{self._hint(name)}")
         if isinstance(target.value, dict):
             message = f"${{{name}}}: is a section; refer to one of its keys"
             return self._fail(node, path, message)
         resolved = self._inside(target, name)
         return None if resolved is None else replace(resolved, origin=node.origin)
+
+    def _hint(self, name: str) -> str:
+        """Return a hint for an unknown key: only for the first ones, since it takes time."""
+        self._num_unknown += 1
+        is_slow = self._num_unknown > _MAX_HINTS
+        return "" if is_slow else f"; {nearest(name, _paths(self.tree))}"
 
     def _environment(self, node: Node, name: str, path: str) -> Node | None:
         text = self.environment.get(name)

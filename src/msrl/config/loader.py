@@ -11,7 +11,7 @@ from typing import Any, Protocol, cast
 from pydantic import ValidationError
 
 from msrl.config.interpolate import Interpolation
-from msrl.config.messages import error_lines, node_at, written
+from msrl.config.messages import Loc, error_lines, node_at, written
 from msrl.config.presets import preset_names, preset_values
 from msrl.config.schema import Config
 from msrl.config.secrets import shown, written_references
@@ -305,15 +305,15 @@ def _valid_parts(tree: Node) -> tuple[Resolved, Resolved] | tuple[None, None]:
 
     Returns None, None if nothing else remains.
     """
-    origins, paths = _origins(tree), list[Sequence[int | str]]()
+    origins, paths = _origins(tree), list[Loc]()
     for _ in range(_MAX_PASSES):
         try:
             config = Config.model_validate(plain(tree))
         except ValidationError as error:
-            for details in error.errors(include_url=False):
-                path = _removable(tree, details["loc"])
-                paths.append(path)
-                tree = _without(tree, path)
+            locs = [details["loc"] for details in error.errors(include_url=False)]
+            removed = dict.fromkeys(filter(None, (_removable(tree, loc) for loc in locs)))
+            paths += removed
+            tree = _edited(tree, removed) or tree
             continue
         known = config
         for path in paths:
@@ -322,7 +322,7 @@ def _valid_parts(tree: Node) -> tuple[Resolved, Resolved] | tuple[None, None]:
     return None, None
 
 
-def _removable(tree: Node, loc: Sequence[int | str]) -> Sequence[int | str]:
+def _removable(tree: Node, loc: Loc) -> Loc:
     """Return the part of a path that leads to its last value that is no item of a list."""
     end = len(loc)
     while end and (node_at(tree, loc[:end]) is None or isinstance(loc[end - 1], int)):
@@ -330,38 +330,32 @@ def _removable(tree: Node, loc: Sequence[int | str]) -> Sequence[int | str]:
     return loc[:end]
 
 
-def _without(tree: Node, path: Sequence[int | str]) -> Node:
-    """Return the tree without the value at a path."""
-    parent = node_at(tree, path[:-1]) if path else None
-    if parent is None or not isinstance(parent.value, dict):
-        return tree
-    kept = {key: child for key, child in parent.value.items() if key != str(path[-1])}
-    return _replace(tree, path[:-1], Node(kept, parent.origin))
-
-
 def _with_texts(error: ValidationError, tree: Node) -> Node:
     """Return the tree with the original text of all scalars where the schema requires text."""
-    new = tree
+    texts: dict[Loc, Node | None] = {}
     for details in error.errors(include_url=False):
         node = node_at(tree, details["loc"]) if details["type"] == "string_type" else None
         if node is not None and node.text is not None and node.value is not None:
-            new = _replace(new, details["loc"], replace(node, value=node.text))
-    return new
+            texts[details["loc"]] = replace(node, value=node.text)
+    return (_edited(tree, texts) or tree) if texts else tree
 
 
-def _replace(tree: Node, loc: Sequence[int | str], new: Node) -> Node:
-    """Return the tree with `new` at the path `loc`."""
-    if not loc:
-        return new
-    key, below = loc[0], loc[1:]
-    if isinstance(tree.value, dict):
-        child = _replace(tree.value[str(key)], below, new)
-        return Node({**tree.value, str(key): child}, tree.origin)
-    if isinstance(tree.value, tuple) and isinstance(key, int):
-        items = list(tree.value)
-        items[key] = _replace(items[key], below, new)
-        return Node(tuple(items), tree.origin)
-    return tree
+def _edited(node: Node, edits: Mapping[Loc, Node | None]) -> Node | None:
+    """Return a node with other nodes at these paths below it, and without those that are None.
+
+    One pass makes all edits, since each one copies the sections above it.
+    """
+    if () in edits:
+        return edits[()]
+    below: dict[str, dict[Loc, Node | None]] = {}
+    for loc, new in edits.items():
+        below.setdefault(str(loc[0]), {})[loc[1:]] = new
+    items = [
+        (key, _edited(child, below[key]) if key in below else child)
+        for key, child in children(node).items()
+    ]
+    kept = {key: child for key, child in items if child is not None}
+    return replace(node, value=kept if isinstance(node.value, dict) else tuple(kept.values()))
 
 
 def _origins(tree: Node, prefix: str = "") -> dict[str, Origin]:

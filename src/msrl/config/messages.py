@@ -17,16 +17,18 @@ from msrl.config.unsupported import RENAMED, not_yet
 from msrl.errors import did_you_mean, similar, validation_problem
 
 Loc = tuple[int | str, ...]
+MAX_ERRORS = 200  # messages of one configuration; each compares a name with all keys
 
 
 def error_lines(error: ValidationError, tree: Node) -> list[str]:
-    """Return one message per key with an error, sorted by file and line."""
+    """Return one message per key with an error, sorted by file and line: the first `MAX_ERRORS`."""
     errors: dict[Loc, list[Mapping[str, Any]]] = {}
     for details in error.errors(include_url=False):
         loc = details["loc"] if details["type"] == "missing" else _within(details["loc"], tree)
         errors.setdefault(loc, []).append(details)
     locs = sorted(errors, key=lambda loc: _position(loc, tree))
-    return [_line(loc, errors[loc], tree) for loc in locs]
+    lines = [_line(loc, errors[loc], tree) for loc in locs[:MAX_ERRORS]]
+    return lines if len(lines) == len(locs) else [*lines, f"{len(locs) - len(lines):,} more errors"]
 
 
 def _position(loc: Loc, tree: Node) -> tuple[str, int]:

@@ -53,6 +53,7 @@ class Node:
 _MAX_DIGITS = 300
 _MAX_NODES = 100_000
 _MAX_DEPTH = 100
+_MAX_FILES = 100  # of one configuration with its `defaults:`
 _INT = re.compile(r"[-+]?[0-9][0-9_]*$")
 _HEX = re.compile(r"0x[0-9a-fA-F]+$")
 _FLOAT = re.compile(r"[-+]?(\.[0-9]+|[0-9][0-9_]*(\.[0-9]*)?)([eE][-+]?[0-9]+)?$")
@@ -379,39 +380,62 @@ def parse_assignment(assignment: str) -> Node:
     return at(path, replace(node, text="null") if node.value is None else node)
 
 
-def read_with_defaults(
-    path: str, *, inside: Path | None = None, parents: tuple[Path, ...] = ()
-) -> list[Node]:
+def read_with_defaults(path: str) -> list[Node]:
     """Return the trees of the files in `defaults:` and of the file itself, in order of merging.
 
-    Args:
-        path: file or name of a packaged configuration.
-        inside: folder that a relative path is resolved against.
-        parents: files whose `defaults:` led to this file.
+    `path` is a file or the name of a packaged configuration.
 
     Raises:
-        MsrlError: a file is missing, lists itself directly or indirectly, or has no sections.
+        MsrlError: a file is missing, lists itself directly or indirectly, or has no sections, or
+            the `defaults:` lead to too many files.
     """
-    file = find(path, inside)
-    if file.resolve() in parents:
-        raise MsrlError(f"{file}: its `defaults:` include the file itself")
-    tree = read(file)
-    entries: dict[str, Node] = tree.value if isinstance(tree.value, dict) else {}
-    layers: list[Node] = []
-    errors: list[str] = []
-    for name in _defaults(entries.get("defaults")):
-        try:
-            layers += read_with_defaults(
-                str(name.value), inside=file.parent, parents=(*parents, file.resolve())
-            )
-        except ManyErrors as error:
-            errors += error.messages
-        except MsrlError as error:
-            errors.append(f"{name.origin}: defaults: {error}")
-    if errors:
-        raise ManyErrors(errors)
-    values = {key: node for key, node in entries.items() if key != "defaults"}
-    return [*layers, Node(values, tree.origin)]
+    try:
+        return _DefaultsReader().read(path)
+    except _TooManyFilesError:
+        raise MsrlError(
+            f"{path}: its `defaults:` lead to more than {_MAX_FILES} files. Use fewer, and list "
+            "no file several times."
+        ) from None
+
+
+class _TooManyFilesError(Exception):
+    """The `defaults:` of a configuration lead to too many files."""
+
+
+class _DefaultsReader:
+    """Reader of a file with its `defaults:`. Files that list others twice multiply."""
+
+    def __init__(self) -> None:
+        self._num_files = 0
+
+    def read(
+        self, path: str, inside: Path | None = None, parents: tuple[Path, ...] = ()
+    ) -> list[Node]:
+        """Return the trees of a file. Relative paths are resolved against the folder `inside`.
+
+        `parents` are the files whose `defaults:` led to this file.
+        """
+        self._num_files += 1
+        if self._num_files > _MAX_FILES:
+            raise _TooManyFilesError
+        file = find(path, inside)
+        if file.resolve() in parents:
+            raise MsrlError(f"{file}: its `defaults:` include the file itself")
+        tree = read(file)
+        entries: dict[str, Node] = tree.value if isinstance(tree.value, dict) else {}
+        layers: list[Node] = []
+        errors: list[str] = []
+        for name in _defaults(entries.get("defaults")):
+            try:
+                layers += self.read(str(name.value), file.parent, (*parents, file.resolve()))
+            except ManyErrors as error:
+                errors += error.messages
+            except MsrlError as error:
+                errors.append(f"{name.origin}: defaults: {error}")
+        if errors:
+            raise ManyErrors(errors)
+        values = {key: node for key, node in entries.items() if key != "defaults"}
+        return [*layers, Node(values, tree.origin)]
 
 
 def _defaults(node: Node | None) -> tuple[Node, ...]:
