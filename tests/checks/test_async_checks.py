@@ -115,6 +115,11 @@ def test_asynchronous_scheduling_of_the_engine_is_refused_by_name() -> None:
     assert_mentions(text, "rollout.engine.options.async_scheduling", "versions")
 
 
+def test_a_reward_model_on_the_training_ranks_is_refused_by_name() -> None:
+    text = error(S1, TOKEN, "reward.sources=[{model: model, engine: megatron}]")
+    assert_mentions(text, "reward.sources.0.model", "training ranks", "cluster.roles.reward")
+
+
 @pytest.mark.parametrize("name", ["cuda", "npu"])
 def test_engines_that_share_devices_with_ranks_cannot_be_asynchronous(name: str) -> None:
     config = resolve(S1, TOKEN).config

@@ -60,6 +60,22 @@ def test_a_training_with_the_same_settings_resumes(folder: Path):
     )
 
 
+def test_a_training_with_other_rewards_sampling_and_evaluations_resumes(folder: Path):
+    changes = (
+        "reward.sources=[{verifier: exact_match}]",
+        "rollout.sampling.temperature=0.5",
+        "rollout.max_response_tokens=5",
+        "algo.policy_loss=cispo",
+        "algo.clip.high=0.3",
+        "eval.every_steps=7",
+        "log.every_steps=3",
+        "train.steps=99",
+        "train.micro_batch=4",
+    )
+    saved = saved_with(folder, state_now(command="train-grpo"))
+    resume_checks.check(saved, state_now(*changes, command="train-grpo"))
+
+
 def test_a_training_saved_by_an_earlier_version_resumes(folder: Path):
     resume_checks.check(saved_with(folder, {}), state_now())
 
