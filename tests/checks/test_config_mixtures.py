@@ -9,7 +9,7 @@ import pytest
 
 from config_inputs import make_configs
 from families import QWEN2
-from mixture_families import DEEPSEEK_V3, GPT_OSS, QWEN3_MOE
+from mixture_families import DEEPSEEK_V3, DEEPSEEK_V32, GPT_OSS, QWEN3_MOE
 from msrl.cli.configuration import load_configuration as load
 from msrl.errors import MsrlError
 from msrl.models.families import load_shape
@@ -19,6 +19,7 @@ MODELS = {
     "qwen3 moe": {**QWEN3_MOE, "router_aux_loss_coef": 0.001},
     "deepseek v3": DEEPSEEK_V3,
     "gpt-oss": GPT_OSS,
+    "sparse": DEEPSEEK_V32,
 }
 
 
@@ -43,7 +44,7 @@ def test_valid_settings_of_a_mixture_pass(folder: Path):
     moe = load_shape(folder / "qwen3 moe").moe
     assert moe is not None and moe.aux_loss_coef == 0.001
     for model, targets in (
-        ("deepseek v3", "linear_q_up_proj, q_a_proj, o_proj, linear_fc1"),
+        *((x, "linear_q_up_proj, q_a_proj, o_proj, linear_fc1") for x in ("deepseek v3", "sparse")),
         ("qwen3 moe", "linear_qkv, up_proj, down_proj"),
     ):
         load(
@@ -96,6 +97,12 @@ def test_valid_settings_of_a_mixture_pass(folder: Path):
             ["train.lora.rank=4", "train.lora.targets=[linear_fc1]"],
             ("linear_fc1", "Hugging Face tensor"),
         ),
+        (
+            "sparse",
+            ["train.lora.rank=4", "train.lora.targets=[wq_b]"],
+            ("train.lora.targets=wq_b", "indexer", "gradient"),
+        ),
+        ("sparse", ["model.init=random"], ("model.init=random", "indexers", "checkpoint")),
     ],
 )
 def test_settings_that_a_mixture_does_not_support_are_refused_before_launch(

@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 
-from mixture_families import DEEPSEEK_V2, QWEN3_MOE
+from mixture_families import DEEPSEEK_V2, DEEPSEEK_V32, QWEN3_MOE
 from msrl.memory.flops import training_flops
 from msrl.models.shape import DeltaNet, Dense, Layer
 from msrl.platforms import NAMES, get
@@ -89,6 +89,26 @@ def test_latent_attention_counts_its_projections():
         10 * weights + 4 * hidden * model.vocab_size
     ) + 6 * model.num_layers * 55 * heads * (query + mla.v_head_dim)
     assert training_flops(model, [10], 4) == expected
+
+
+def test_an_indexer_counts_where_it_decides():
+    model = shape({**DEEPSEEK_V32, "index_topk": 4})
+    plain = dataclasses.replace(
+        model,
+        layers=tuple(
+            Layer(dataclasses.replace(layer.mixer, indexer=None), layer.feed_forward)
+            for layer in model.layers
+        ),
+    )
+    assert training_flops(model, [4, 3], 4) == training_flops(plain, [4, 3], 4)
+    mla = model.mla
+    assert mla is not None
+    # Of a sequence of 6 tokens, 21 pairs are scored, and 4 + 3 + 2 + 1 + 4 + 4 pairs are chosen.
+    # 8 heads have queries of 24 channels from a latent of 40, and one key and 8 weights from 64.
+    indexer = 2 * (6 * (8 * 24 * 40 + 64 * (24 + 8)) + 21 * 8 * (24 + 1))
+    saved = 3 * 2 * (21 - 18) * mla.num_heads * (mla.head_dim + mla.v_head_dim)
+    difference = training_flops(model, [6, 3], 4) - training_flops(plain, [6, 3], 4)
+    assert difference == model.num_layers * (indexer - saved)
 
 
 def test_flops_of_a_delta_network_match_a_hand_calculation():

@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 
 from families import GEMMA2, GEMMA3, QWEN3_5
 from memory_ranks import Case, Measurement
-from mixture_families import DEEPSEEK_V3, MINIMAX_M2
+from mixture_families import DEEPSEEK_V3, DEEPSEEK_V32, MINIMAX_M2
 from msrl.cli.configuration import load_configuration as load
 from msrl.config.sections.train import LoraConfig, RecomputeConfig
 from msrl.memory.estimate import Memory, training_memory
@@ -103,6 +103,16 @@ MODELS["two bases"] = {
     "sliding_window_pattern": 2,
     "attn_logit_softcapping": None,
     "final_logit_softcapping": None,
+}
+MODELS["sparse attention"] = {
+    **DEEPSEEK_V32,
+    **{
+        key: value
+        for key, value in MODELS["latent attention"].items()
+        if key not in ("architectures", "model_type")
+    },
+    "index_topk": 64,
+    "index_head_dim": 32,
 }
 MODELS["norms over all heads"] = {
     **MINIMAX_M2,
@@ -291,6 +301,8 @@ TABLE: dict[str, tuple[str, dict, tuple[str, ...]]] = {
     ),
     "frozen": ("dense", {"more": {"freeze": ("*.mlp.*",)}}, ("train.freeze=['*.mlp.*']",)),
     "latent attention": ("latent attention", {}, ()),
+    "sparse attention": ("sparse attention", {}, ()),
+    "sparse attention, tp2 sp": ("sparse attention", {"layout": Layout(tp=2, sp=True)}, ()),
     "capped scores and logits": ("capped", {}, ()),
     "two bases": ("two bases", {}, ()),
     "norms over all heads": ("norms over all heads", {"layout": Layout(tp=2, sp=True)}, ()),

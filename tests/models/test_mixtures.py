@@ -55,9 +55,17 @@ USUAL = (
     ("gpt-oss", "tp2 ep2 etp1"),
     ("hunyuan 3", "ep2"),
     ("ling 2", "tp2 ep2 etp1"),
+    ("deepseek v3.2", "one rank"),
+    ("glm 5", "one rank"),
+    ("glm 5.2", "one rank"),
 )
+# Stages would begin with layers that share the choice of a layer before them.
+WITHOUT = (("glm 5.2", "pp2 vpp ep2"), ("glm 5.2", "tp2 pp2, uneven"))
 REMAINING = tuple(
-    (name, layout) for name in MIXTURES for layout in LAYOUTS if (name, layout) not in USUAL
+    (name, layout)
+    for name in MIXTURES
+    for layout in LAYOUTS
+    if (name, layout) not in USUAL + WITHOUT
 )
 
 
@@ -261,6 +269,27 @@ def test_the_plan_of_a_large_model_takes_seconds(
     )
 
 
+@pytest.mark.parametrize(
+    ("model", "parameters", "indexers"),
+    [
+        ("deepseek-ai--DeepSeek-V3.2", 671_877_944_064, 61),
+        ("zai-org--GLM-5", 743_911_218_432, 78),
+        ("zai-org--GLM-5.1", 743_911_218_432, 78),
+        ("zai-org--GLM-5.2", 743_377_019_904, 21),
+    ],
+)
+def test_published_configs_with_indexers_are_read(
+    model: str, parameters: int, indexers: int
+) -> None:
+    """Sizes from the configs, checked against the rounded ones of the models' cards."""
+    shape = load_shape(shared_data("configs", f"aic/{model}_config.json"))
+    assert num_parameters(shape) == parameters
+    frozen = [rule.mcore for rule in all_rules(shape) if rule.frozen]
+    assert len(frozen) == 5 * indexers and all("dsa_indexer" in name for name in frozen)
+    assert shape.indexer is not None and shape.indexer.top_k == 2048
+    assert shape.indexer.rotary.interleaved == ("GLM" in model)
+
+
 def test_rules_name_exactly_the_tensors_of_a_published_index() -> None:
     shape = load_shape(shared_data("configs", "aic/mistralai--Mixtral-8x22B-v0.1_config.json"))
     published = json.loads(
@@ -301,6 +330,32 @@ def test_rules_name_exactly_the_tensors_of_a_published_index() -> None:
             ("quant_method", "fp8", "weight_block_size"),
         ),
         ("mixtral", {"router_jitter_noise": 0.1}, ("router_jitter_noise=0.1",)),
+        ("deepseek v3.2", {"index_head_dim": 8}, ("index_head_dim=8", "qk_rope_head_dim=16")),
+        ("deepseek v3.2", {"q_lora_rank": None}, ("q_lora_rank=null", "latent")),
+        ("deepseek v3.2", {"index_topk": 0}, ("index_topk=0", "positive")),
+        ("deepseek v3.2", {"indexer_rope_interleave": True}, ("indexer_rope_interleave=true",)),
+        ("deepseek v3.2", {"index_topk_freq": 2}, ("index_topk_freq=2",)),
+        (
+            "deepseek v3.2",
+            {"layer_types": ["full_attention"] * 4},
+            ("layer_types", "indexed_attention", "4 layers"),
+        ),
+        (
+            "deepseek v3.2",
+            {"rope_parameters": {"rope_type": "default", "rope_theta": 5.0}},
+            ("rope_parameters.rope_theta", "rope_scaling"),
+        ),
+        ("glm 5", {"indexer_rope_interleave": False}, ("indexer_rope_interleave=false",)),
+        ("glm 5", {"moe_router_dtype": "bfloat16"}, ("moe_router_dtype", "float32")),
+        ("glm 5", {"index_skip_topk_offset": -1}, ("index_skip_topk_offset=-1", "0 or more")),
+        ("glm 5.2", {"indexer_types": ["full"] * 4}, ("index_topk_pattern", "indexer_types")),
+        ("glm 5.2", {"indexer_types": ["full"] * 3}, ("indexer_types", "4 layers")),
+        ("glm 5.2", {"index_topk_pattern": "FSXS"}, ("index_topk_pattern", "shared")),
+        (
+            "glm 5.2",
+            {"indexer_types": None, "index_topk_pattern": "SFFF"},
+            ("index_topk_pattern", "first layer"),
+        ),
     ],
 )
 def test_an_inconsistent_mixture_is_refused_by_key(

@@ -2,24 +2,27 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import pytest
 
 from config_inputs import make_configs
 from families import QWEN2
-from mixture_families import DEEPSEEK_V3
+from mixture_families import DEEPSEEK_V3, MIXTURES
 from msrl.cli.configuration import load_configuration as load
 from msrl.errors import MsrlError
 from msrl.memory.activations import Pass, Spread, layer_bytes
 from msrl.memory.communication import communication_rows, sent_bytes
 from msrl.models.families import load_shape
+from msrl.models.shape import Mla
 from msrl.plan.run_plan import resolve
 from support import assert_mentions
 
 MODELS = {
     "dense": {**QWEN2, "num_attention_heads": 12, "num_key_value_heads": 4, "hidden_size": 96},
     "latent": DEEPSEEK_V3,
+    "sparse": MIXTURES["glm 5.2"].config,
 }
 
 
@@ -87,6 +90,34 @@ def test_sizes_that_fit_are_accepted(folder: Path, sets: tuple[str, ...]) -> Non
     config = load(["sft.yaml"], [*_settings(*sets), batch], command="train-sft").config
     rows = communication_rows(resolve(config, "train-sft"))
     assert bool(rows) == (config.train.parallel.cp > 1 and config.data.seq_length is not None)
+
+
+@pytest.mark.parametrize(
+    ("sets", "fragments"),
+    [
+        (("cp=2", "cp_algo=ulysses"), ("cp=2", "indexers", "not supported")),
+        (("pp=4",), ("pp=4", "layer 1", "layer 0", "num_layer_list")),
+        (("pp=2", "num_layer_list=[1,3]"), ("num_layer_list=1,3", "layer 1", "layer 0")),
+    ],
+)
+def test_layouts_that_separate_a_choice_from_its_keys_are_refused(
+    folder: Path, sets: tuple[str, ...], fragments: tuple[str, ...]
+) -> None:
+    settings = ["model.path=sparse", *_settings(*sets)[1:]]
+    with pytest.raises(MsrlError) as caught:
+        load(["sft.yaml"], settings, command="train-sft")
+    assert_mentions(caught.value, *fragments)
+
+
+def test_ranks_gather_keys_and_choices_of_indexers(folder: Path) -> None:
+    shape = load_shape(folder / "sparse")
+    mla, spread = shape.layers[0].mixer, Spread(cp=2, head_ranks=2)
+    assert isinstance(mla, Mla) and mla.indexer is not None
+    plain = sent_bytes(dataclasses.replace(mla, indexer=None), BATCH, spread)
+    sent = sent_bytes(mla, BATCH, spread)
+    # 512 tokens of a rank: a key of 24 channels in bfloat16, 8 positions in 4 bytes.
+    assert sent == (plain.forward + 512 * (24 * 2 + 8 * 4), plain.backward)
+    assert sent_bytes(shape.layers[1].mixer, BATCH, spread) == plain
 
 
 BATCH = Pass(num_tokens=1024, num_trained=1024, longest=512, is_packed=True, element_bytes=2)

@@ -109,9 +109,9 @@ NOT_WRITTEN = {
     "hybrid_override_pattern", "hybrid_attention_ratio", "hybrid_mlp_ratio", "is_hybrid_model",
     "mamba_state_dim", "mamba_head_dim",
     "mamba_num_groups", "heterogeneous_layers_config_path",
-    "heterogeneous_layers_config_encoded_json",
+    "heterogeneous_layers_config_encoded_json", "full_attention_interval",
+    # mg2hf has an indexer by the model type, and writes those of the checkpoint without these
     "enable_dsa_indexer", "indexer_types", "index_topk_freq", "index_skip_topk_offset",
-    "full_attention_interval",
     "apply_layernorm_1p",  # MindSpeed-LLM's RMSNorm has --add-rmsnorm-offset in its place
     "qkv_type", "fc_type", "router_bias",
     # mg2hf has them from its own model_cfg.json, by the model type

@@ -78,6 +78,12 @@ def check_random_weights(resolved: Resolved, plan: RunPlan) -> Iterator[str]:
             f"{shape.architecture} has weights that msrl does not train ({shape.pass_through[0]}"
             "*), so they cannot start from random ones. Use a checkpoint.",
         )
+    if shape is not None and shape.indexer is not None:
+        yield resolved.mistake(
+            key,
+            f"{shape.architecture} has indexers, which choose keys and are not trained, so they "
+            "would stay random. Use a checkpoint.",
+        )
 
 
 def check_training_length(resolved: Resolved) -> Iterator[str]:
@@ -232,7 +238,7 @@ def check_freeze(resolved: Resolved, plan: RunPlan) -> Iterator[str]:
         except MsrlError as error:
             yield str(error)
             return
-        if len(names) == len(all_rules(shape)):
+        if all(rule.frozen or rule.mcore in names for rule in all_rules(shape)):
             yield resolved.mistake("train.freeze", "freezes all parameters, so nothing is trained")
 
 

@@ -13,7 +13,7 @@ from typing import NamedTuple
 from msrl.config.sections.train import RecomputeConfig
 from msrl.models.shape import Attention, DeltaNet, Dense, Layer, Mla, Moe, Shape
 
-_FP32_BYTES = 4
+_FP32_BYTES = _INT32_BYTES = 4
 _DELTA_CHUNK = 64  # tokens (`trainer/model/mixers/gated_delta.py`)
 _MASK_BLOCK = 512  # queries per block of the attention mask (`trainer/model/attention.py`)
 LINEARS = (
@@ -226,11 +226,17 @@ def _latent_attention(
     per_head = 4 * query_dim * core_bytes
     if spread.ring_size > 1:  # without padding
         per_head = (2 * query_dim + mla.v_head_dim) * core_bytes + mla.v_head_dim * _FP32_BYTES
+    chosen = 0
+    if mla.indexer is not None and batch.longest > mla.indexer.top_k:
+        # Outputs and normalizers of blocks of queries are computed again in the backward pass.
+        per_head = 3 * query_dim * core_bytes
+        if mla.has_indexer_weights:
+            chosen = batch.num_tokens * mla.indexer.top_k * _INT32_BYTES
     per_head += mla.v_head_dim * element * ("linear_proj" in saved_inputs)
     core = tokens * heads * (per_head + _FP32_BYTES)
     if spread.gathers_keys:
         core += tokens * heads * (spread.cp - 1) * (query_dim + mla.v_head_dim) * core_bytes
-    return latents, core + _masks(batch, spread, None)
+    return latents, core + chosen + _masks(batch, spread, None)
 
 
 def _feed_forward(

@@ -14,7 +14,7 @@ from msrl.memory.estimate import bytes_text, full_pass, spread_sizes
 from msrl.models.shape import Attention, Mla
 from msrl.plan.run_plan import RunPlan
 
-_FP32_BYTES = 4
+_FP32_BYTES = _INT32_BYTES = 4
 
 
 class SentBytes(NamedTuple):
@@ -40,11 +40,21 @@ def sent_bytes(mixer: Attention | Mla, batch: Pass, spread: Spread) -> SentBytes
         return SentBytes(gathered, gathered)
     mixed = tokens * heads * (query_width + value_width)
     exchanged = (pairs + mixed) * element * (spread.head_ranks - 1) // spread.head_ranks
+    gathered = (spread.cp - 1) * tokens * _indexer_bytes(mixer, batch)
     size = spread.ring_size
     traveling = (size - 1) * pairs * element
     # The gradients of keys and values, in float32, travel with them and then to their rank.
     gradients = size * pairs * _FP32_BYTES if size > 1 else 0
-    return SentBytes(exchanged + traveling, exchanged + traveling + gradients)
+    forward = exchanged + traveling
+    return SentBytes(forward + gathered, forward + gradients)
+
+
+def _indexer_bytes(mixer: Attention | Mla, batch: Pass) -> int:
+    """Return the bytes of a token that all ranks gather: its key of an indexer and its choice."""
+    indexer = mixer.indexer if isinstance(mixer, Mla) else None
+    if indexer is None or indexer.is_shared or batch.longest <= indexer.top_k:
+        return 0
+    return indexer.head_dim * batch.element_bytes + indexer.top_k * _INT32_BYTES
 
 
 def communication_rows(plan: RunPlan) -> dict[str, str]:

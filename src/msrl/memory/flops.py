@@ -3,8 +3,9 @@
 Source: arXiv:2204.02311, appendix B. The count depends on the model only, not on its
 implementation: 2 operations per weight and token in matrix products, the experts that each token is
 routed to, causal attention over the visible pairs of each sequence, and logits at trained tokens.
-It excludes recomputation in the backward pass and, like the source, norms, activations, rotary
-embeddings and softmax.
+An indexer counts where it decides, in sequences of more tokens than it chooses, without a backward
+pass; their attention counts the chosen pairs. It excludes recomputation in the backward pass and,
+like the source, norms, activations, rotary embeddings and softmax.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ def training_flops(
     products = sum(lengths) * sum(_layer_weights(shape, layer) for layer in layers)
     products += num_trained * _head_weights(shape)
     attention = sum(_attention(layer.mixer, lengths) for layer in layers)
-    return 2 * products * (3 if weight_gradients else 2) + 3 * attention
+    indexers = sum(_indexer(layer.mixer, shape.hidden_size, lengths) for layer in layers)
+    return 2 * products * (3 if weight_gradients else 2) + 3 * attention + indexers
 
 
 def _layer_weights(shape: Shape, layer: Layer) -> int:
@@ -68,6 +70,19 @@ def _latent_projections(mla: Mla, hidden: int) -> int:
     return down + from_latent + up + heads * mla.v_head_dim * hidden
 
 
+def _indexer(mixer: Mixer, hidden: int, lengths: Sequence[int]) -> int:
+    """Return the operations of the projections and scores of an indexer, forward only."""
+    if not isinstance(mixer, Mla) or not mixer.has_indexer_weights:
+        return 0
+    indexer, latent = mixer.indexer, mixer.q_lora_rank
+    assert indexer is not None and latent is not None
+    heads, width = indexer.num_heads, indexer.head_dim
+    weights = heads * width * latent + hidden * (width + heads)
+    longer = [length for length in lengths if length > indexer.top_k]
+    pairs = sum(_visible_pairs(length, None) for length in longer)
+    return 2 * (sum(longer) * weights + pairs * heads * (width + 1))
+
+
 def _head_weights(shape: Shape) -> int:
     """Return the number of weights of the output layer."""
     return shape.hidden_size * shape.num_outputs
@@ -81,11 +96,12 @@ def _attention(mixer: Mixer, lengths: Sequence[int]) -> int:
     if isinstance(mixer, DeltaNet):
         state = mixer.num_value_heads * mixer.key_head_dim * mixer.value_head_dim
         return 2 * 3 * sum(lengths) * state
-    is_latent = isinstance(mixer, Mla)
-    window = None if is_latent else mixer.window
-    pairs = sum(_visible_pairs(length, window) for length in lengths)
-    channels = mixer.head_dim + (mixer.v_head_dim if is_latent else mixer.head_dim)
-    return 2 * pairs * mixer.num_heads * channels
+    if isinstance(mixer, Mla):
+        most, value_width = mixer.indexer and mixer.indexer.top_k, mixer.v_head_dim
+    else:
+        most, value_width = mixer.window, mixer.head_dim
+    pairs = sum(_visible_pairs(length, most) for length in lengths)
+    return 2 * pairs * mixer.num_heads * (mixer.head_dim + value_width)
 
 
 def _visible_pairs(length: int, window: int | None) -> int:

@@ -92,7 +92,11 @@ def _unfrozen_elements(
 ) -> list[tuple[StageTensor, int]]:
     """Return the tensors that are trained without LoRA, with their elements on a rank."""
     frozen = select_names(shape, freeze, key="train.freeze") if freeze else frozenset[str]()
-    return [(tensor, _elements(tensor)) for tensor in tensors if tensor.rule.mcore not in frozen]
+    return [
+        (tensor, _elements(tensor))
+        for tensor in tensors
+        if not tensor.rule.frozen and tensor.rule.mcore not in frozen
+    ]
 
 
 def _adapter_elements(tensor: StageTensor, rank: int) -> int:

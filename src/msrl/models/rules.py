@@ -115,7 +115,8 @@ class Rule:
     Megatron's names follow its sequential experts:
     `decoder.layers.{layer}.mlp.experts.local_experts.{expert}.linear_fc1.weight` and `linear_fc2`.
 
-    `dtype` is set for a tensor that keeps this dtype regardless of the model's.
+    `dtype` is set for a tensor that keeps this dtype regardless of the model's. A `frozen` tensor
+    is never trained.
     """
 
     mcore: str
@@ -124,6 +125,7 @@ class Rule:
     shapes: tuple[tuple[int, ...], ...]
     expert: int | None = None
     dtype: str | None = None
+    frozen: bool = False
 
     @property
     def unpacked(self) -> tuple[Layout, tuple[tuple[int, ...], ...]]:
@@ -139,9 +141,8 @@ class Rule:
         """
         number = self.expert if expert is None else expert
         names = tuple([name.format(layer=layer, expert=number) for name in self.hf])
-        return Rule(
-            self.mcore_at(layer, number), names, self.layout, self.shapes, self.expert, self.dtype
-        )
+        own = (self.layout, self.shapes, self.expert, self.dtype, self.frozen)
+        return Rule(self.mcore_at(layer, number), names, *own)
 
     def mcore_at(self, layer: int, expert: int | None = None) -> str:
         """Return Megatron's name with these numbers filled in."""

@@ -80,6 +80,8 @@ def _layer_names(rule: Rule) -> list[str]:
 
 def adapter_problem(rule: Rule) -> str | None:
     """Return the reason why a layer cannot have an adapter; None if it can."""
+    if rule.frozen:
+        return "this is a layer of the indexer, whose choice has no gradient"
     if rule.mcore.endswith("shared_experts.gate_weight"):
         return "this is the gate of the shared expert, which cannot have an adapter"
     if rule.mcore.endswith("router.weight"):

@@ -159,6 +159,24 @@ class Dense:
 
 
 @dataclass(frozen=True, slots=True)
+class Indexer:
+    """Choice of the keys that a query attends to (DeepSeek sparse attention, arXiv:2512.02556).
+
+    Each of `num_heads` heads has a query of `head_dim` channels per token, from the latent of the
+    queries, and all have the same key. The score of a key is the sum over heads of relu(q k), with
+    weights that the hidden state of the query gives. A query attends to the `top_k` visible keys
+    with the highest scores. The choice has no gradient, so these weights are never trained. With
+    `is_shared`, a layer has no such weights, and the keys that the last layer with them chose.
+    """
+
+    num_heads: int
+    head_dim: int
+    top_k: int
+    rotary: Rotary
+    is_shared: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class Mla:
     """Multi-head latent attention of a layer (DeepSeek V2, arXiv:2405.04434, section 2.1).
 
@@ -166,7 +184,8 @@ class Mla:
     one of `q_lora_rank` (None: from the hidden state). Queries and keys of a head have
     `nope_head_dim` channels without position and `rope_head_dim` rotated ones; the rotated key
     channels are shared by all heads. Values have `v_head_dim` channels. Latents are normalized with
-    epsilon `norm_eps`. Scores are `scale` q k.
+    epsilon `norm_eps`. Scores are `scale` q k. With an `indexer`, a query attends to some of the
+    visible keys only.
     """
 
     num_heads: int
@@ -178,6 +197,11 @@ class Mla:
     rope_head_dim: int
     v_head_dim: int
     norm_eps: float = 1e-6
+    indexer: Indexer | None = None
+
+    @property
+    def has_indexer_weights(self) -> bool:
+        return self.indexer is not None and not self.indexer.is_shared
 
     @property
     def num_groups(self) -> int:
@@ -298,9 +322,11 @@ class Shape:
 
     @property
     def rotaries(self) -> tuple[Rotary, ...]:
-        """The different rotary embeddings of the layers."""
-        mixers = (layer.mixer for layer in self.layers)
-        return tuple(dict.fromkeys(x.rotary for x in mixers if not isinstance(x, DeltaNet)))
+        """The different rotary embeddings of the layers and of their indexers."""
+        mixers = [x.mixer for x in self.layers if not isinstance(x.mixer, DeltaNet)]
+        indexers = (x.indexer for x in mixers if isinstance(x, Mla))
+        rotaries = [x.rotary for x in mixers] + [x.rotary for x in indexers if x is not None]
+        return tuple(dict.fromkeys(rotaries))
 
     @property
     def delta(self) -> DeltaNet | None:
@@ -311,7 +337,10 @@ class Shape:
     @property
     def has_equal_layers(self) -> bool:
         """True if all layers have the same kinds of mixers and feed-forward blocks."""
-        kinds = {(type(layer.mixer), type(layer.feed_forward)) for layer in self.layers}
+        kinds = {
+            (type(mixer), isinstance(mixer, Mla) and mixer.has_indexer_weights, type(block))
+            for mixer, block in ((layer.mixer, layer.feed_forward) for layer in self.layers)
+        }
         return len(kinds) == 1
 
     # What the layers have in common. Megatron's settings and most checks know one value only.
@@ -326,6 +355,11 @@ class Shape:
     def mla(self) -> Mla | None:
         """The latent attention of the layers; None if the model has none."""
         return self.attention if isinstance(self.attention, Mla) else None
+
+    @property
+    def indexer(self) -> Indexer | None:
+        """The indexer of the layers; None if queries attend to all visible keys."""
+        return None if self.mla is None else self.mla.indexer
 
     @property
     def moe(self) -> Moe | None:

@@ -6,15 +6,12 @@ others.
 
 from __future__ import annotations
 
-_SPARSE = "its attention selects tokens with an indexer (DeepSeek sparse attention)"
 _MUP = "its residuals, embeddings and logits are scaled by constants"
 _FUSED = "its query, key and value tensors are packed under names that msrl does not read"
 _MIXER = "its norms are LayerNorms with biases and its router is a sparse mixer"
 _VISION_EXPERTS = "its language model is a mixture of experts within a vision-language model"
 
 UNSUPPORTED = {
-    "DeepseekV32ForCausalLM": _SPARSE,
-    "GlmMoeDsaForCausalLM": _SPARSE,
     "DeepseekV4ForCausalLM": "its attention compresses keys and values and its residual streams "
     "are mixed (hyper-connections)",
     "LongcatFlashForCausalLM": "its layers have two attention blocks, and experts "

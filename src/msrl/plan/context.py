@@ -1,4 +1,4 @@
-"""Parallel layout of a training with context parallelism: problems of a model with it.
+"""Parallel layout of a training: problems of a model with it, mostly of context parallelism.
 
 Letters of `trainer/model/context.py`: c context-parallel ranks, u of which exchange heads.
 """
@@ -8,13 +8,17 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from msrl.config.sections.train import ParallelConfig
+from msrl.models.indexer import choosing_layer
 from msrl.models.shape import DeltaNet, Shape
 from msrl.plan.derived import layout_from
 
 
 def layout_problems(parallel: ParallelConfig, shape: Shape) -> Iterator[tuple[str, str]]:
     """Yield (field, problem) for every field of a training's layout that does not fit the model."""
-    yield from layout_from(parallel).problems(shape)
+    problems = list(layout_from(parallel).problems(shape))
+    yield from problems
+    if shape.indexer is not None and not problems:
+        yield from _indexer_problems(parallel, shape)
     if shape.delta is not None and parallel.cp > 1:
         yield from _delta_problems(parallel, shape.delta)
     if parallel.num_head_ranks > 1 and shape.num_attention_heads % parallel.tp == 0:
@@ -58,6 +62,29 @@ def _delta_problems(parallel: ParallelConfig, delta: DeltaNet) -> Iterator[tuple
             f"{parallel.cp} ranks that exchange heads{times} must divide the model's "
             f"{delta.num_key_heads} key heads of delta networks",
         )
+
+
+def _indexer_problems(parallel: ParallelConfig, shape: Shape) -> Iterator[tuple[str, str]]:
+    """Yield the problems of indexers: layers of a stage cannot share what another stage chose."""
+    if parallel.cp > 1:
+        yield (
+            "cp",
+            "is not supported for a model whose indexers choose keys: its results on "
+            "context-parallel ranks have not been compared yet. Set it to 1",
+        )
+    layout = layout_from(parallel)
+    chunks = [x for stage in range(layout.pp) for x in layout.chunks(shape.num_layers, stage)]
+    firsts = (next((layer for layer in chunk if layer is not None), 0) for chunk in chunks)
+    for first in sorted(firsts):
+        chooser = choosing_layer(shape, first)
+        if chooser != first:
+            yield (
+                "pp" if parallel.num_layer_list is None else "num_layer_list",
+                f"a stage begins with layer {first} (from 0), which attends to the keys that layer "
+                f"{chooser} of another stage chose. Let stages begin with layers of another kind "
+                "in indexer_types than shared (train.parallel.num_layer_list)",
+            )
+            return
 
 
 def _head_problems(parallel: ParallelConfig, shape: Shape) -> Iterator[tuple[str, str]]:

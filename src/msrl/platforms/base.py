@@ -132,6 +132,7 @@ class Platform(ABC):
     # Files of vLLM with the attention backends of this platform; "" if vLLM selects one at start.
     attention_backend: str = ""
     latent_attention_backend: str = ""  # of models with latent attention (MLA)
+    has_sparse_attention: bool = True  # vLLM has kernels of attention to chosen keys
     # The dtype for which vLLM has kernels of gated delta networks; None: every dtype.
     delta_network_dtype: str | None = None
     # vLLM's weight transfer engines by the value of rollout.weights.transfer.

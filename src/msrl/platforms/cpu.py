@@ -75,6 +75,7 @@ class CpuPlatform(Platform):
     upcast_attention = True
     attention_backend = "v1/attention/backends/cpu_attn.py"
     latent_attention_backend = "v1/attention/backends/mla/cpu_mla.py"
+    has_sparse_attention = False
     delta_network_dtype = "bfloat16"
 
     def missing(self) -> str | None:

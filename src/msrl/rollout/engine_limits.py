@@ -11,7 +11,7 @@ from pathlib import Path
 from msrl.errors import MsrlError
 from msrl.models.families import shape_from_config
 from msrl.models.hf_config import HfConfig, read_hf_config
-from msrl.models.shape import Shape
+from msrl.models.shape import Indexer, Mla, Shape
 from msrl.platforms.base import Platform
 from msrl.rollout import engine_source
 from msrl.rollout.engine import BYTES_PER_ELEMENT, EngineSettings, check_platform, is_eager
@@ -70,6 +70,8 @@ def check_model(config: HfConfig, shape: Shape, platform: Platform) -> None:
     Raises:
         MsrlError: vLLM cannot serve this model.
     """
+    if shape.indexer is not None:
+        _check_indexer(config, shape, shape.indexer, platform)
     _check_attention(config, shape, platform)
     if any(rotary.query_growth for rotary in shape.rotaries):
         raise MsrlError(
@@ -131,6 +133,29 @@ def _check_attention(config: HfConfig, shape: Shape, platform: Platform) -> None
         raise MsrlError(
             f"{config.where}: {key}: vLLM's Qwen2 requires hidden_size / num_attention_heads. "
             f"{_NOT_GENERATED}"
+        )
+
+
+def _check_indexer(config: HfConfig, shape: Shape, indexer: Indexer, platform: Platform) -> None:
+    """Check that vLLM has kernels of an indexer, and reads its kind as transformers does."""
+    if not platform.has_sparse_attention:
+        raise MsrlError(
+            f"{config.where}: {shape.architecture}: vLLM has no sparse attention on "
+            f"{platform.name}, which attends to the keys that an indexer chooses. {_NOT_GENERATED}"
+        )
+    key = "indexer_rope_interleave"
+    if indexer.rotary.interleaved != bool(config.values.get(key)):
+        raise MsrlError(
+            f"{config.where}: {key}: is missing, so vLLM would rotate the indexer in another way. "
+            f"Set it to {str(indexer.rotary.interleaved).lower()}."
+        )
+    indexers = [x.mixer.indexer for x in shape.layers if isinstance(x.mixer, Mla)]
+    has_shared = any(x is not None and x.is_shared for x in indexers)
+    keys = ("index_topk_freq", "index_topk_pattern")
+    if has_shared and all(config.values.get(key) is None for key in keys):
+        raise MsrlError(
+            f"{config.where}: indexer_types: vLLM reads {' or '.join(keys)} in its place, and the "
+            "file has neither. Add the one that has the same meaning."
         )
 
 

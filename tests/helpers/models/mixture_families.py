@@ -162,6 +162,28 @@ GLM47_FLASH = {
     "topk_group": 1,
     "mlp_layer_types": ["dense", "sparse", "sparse", "sparse"],
 }
+DEEPSEEK_V32 = {
+    **DEEPSEEK_V3,
+    "architectures": ["DeepseekV32ForCausalLM"],
+    "model_type": "deepseek_v32",
+    "index_topk": 8,
+    "index_head_dim": 24,
+    "index_n_heads": 8,
+}
+GLM5 = {
+    **{key: value for key, value in DEEPSEEK_V32.items() if not key.startswith("rope_")},
+    "architectures": ["GlmMoeDsaForCausalLM"],
+    "model_type": "glm_moe_dsa",
+    "rms_norm_eps": 1e-5,
+    "n_group": 1,
+    "topk_group": 1,
+    "head_dim": 16,
+    "first_k_dense_replace": 3,
+    "rope_interleave": True,
+    "indexer_rope_interleave": True,
+    "index_n_heads": 7,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
+}
 MINIMAX_M2 = {
     **COMMON,
     "architectures": ["MiniMaxM2ForCausalLM"],
@@ -305,6 +327,17 @@ MIXTURES = {
         "(arXiv:2405.04434, section 3.1.2)",
     ),
     "deepseek v3": Family(DEEPSEEK_V3, "aic/deepseek-ai--DeepSeek-V3_config.json"),
+    "deepseek v3.2": Family(DEEPSEEK_V32, "aic/deepseek-ai--DeepSeek-V3.2_config.json"),
+    "glm 5": Family(GLM5, "aic/zai-org--GLM-5_config.json"),
+    "glm 5.2": Family(
+        {
+            **GLM5,
+            "indexer_types": ["full", "shared", "full", "shared"],
+            "index_topk_pattern": "FSFS",
+            "moe_router_dtype": "float32",
+        },
+        "aic/zai-org--GLM-5.2_config.json",
+    ),
     "gpt-oss": Family(
         GPT_OSS, "aic/openai--gpt-oss-20b_config.json, with a clamp low enough to have an effect"
     ),

@@ -57,7 +57,7 @@ def _row(module: ModuleType, own: dict[str, Family]) -> tuple[str, ...]:
         "both ways",
         ", ".join(["TP", "PP", *(["EP"] if any(shape.moe for shape in shapes) else [])]),
         "yes; states restart at borders" if has_delta else "yes",
-        ", ".join(_context_algorithms(shapes)),
+        ", ".join(_context_algorithms(shapes)) or "refused",
         _engine(module, list(own.values()), shapes),
         ", ".join(f"`{name}`" for name in types) or "no",
     )
@@ -94,6 +94,7 @@ def _engine(module: ModuleType, own: Sequence[Family], shapes: Sequence[Shape]) 
         return "yes"
     if any(row.reference != "transformers" for row in own):
         return "no: the code comes with the checkpoint"
-    if any(shape.mla for shape in shapes):
-        return "only with a latent of 576 channels; not tried"
-    return "not tried"
+    if any(shape.indexer for shape in shapes):
+        return "no: vLLM's CPU backend lacks sparse attention"
+    has_latent = any(shape.mla for shape in shapes)
+    return "only with a latent of 576 channels; not tried" if has_latent else "not tried"

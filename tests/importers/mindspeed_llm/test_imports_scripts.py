@@ -59,7 +59,7 @@ def test_torchrun_sets_the_devices_of_the_training(tmp_path: Path):
         (f"{TUNE} --lora-modules-to-save x --model-type-hf qwen3-next", "qwen3-next"),
         ("convert_ckpt_v2.py --load-dir a --save-dir b --model-type-hf phi3.5", "phi3.5"),
         ("inference.py --load a --spec mindspeed_llm.tasks.models.spec.plm_spec layer_spec", "plm"),
-        ("inference.py --load a --task chat --enable-dsa-indexer", "DSA"),
+        ("inference.py --load a --task chat --enable-mhc", "hyper-connections"),
         ("inference.py --load a --task chat --num-zero-experts 4", "experts without computation"),
     ],
 )

@@ -13,7 +13,7 @@ from msrl.importers.conversions import CONVERSIONS
 from msrl.importers.megatron import PROPERTIES
 from msrl.importers.native_keys import is_designed, refusal
 from msrl.importers.table import canonical, load_table
-from msrl.models.shape import Attention, DeltaNet, Mla, Moe, RopeScaling, Rotary, Shape
+from msrl.models.shape import Attention, DeltaNet, Indexer, Mla, Moe, RopeScaling, Rotary, Shape
 from support import assert_mentions
 
 SYSTEMS = ("mindspeed_rl", "mindspeed_llm", "roll", "lightrft")
@@ -35,6 +35,7 @@ def has_property(name: str) -> bool:
     section, _, key = name.rpartition(".")
     classes: dict[str, tuple[type, ...]] = {"": (Shape,), "moe": (Moe,), "mla": (Mla,)}
     classes |= {"attention": (Attention,), "rotary": (Rotary,), "delta": (DeltaNet,)}
+    classes["indexer"] = (Indexer,)
     classes["rotary.scaling"] = get_args(RopeScaling)
     names = {slot for kind in classes[section] for slot in dir(kind)}
     return key in names

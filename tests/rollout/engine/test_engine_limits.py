@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import subprocess
 import sys
@@ -64,6 +65,33 @@ def test_a_head_size_is_not_checked_where_the_engine_selects_its_kernel(tmp_path
 def test_queries_that_grow_with_the_position_are_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(FAMILIES["ministral 3"].config))
     assert_mentions(refusal(EngineSettings(tmp_path)), "llama_4_scaling_beta", "vLLM")
+
+
+def test_sparse_attention_is_refused_where_vllm_has_none(tmp_path: Path) -> None:
+    settings, file = EngineSettings(tmp_path), tmp_path / "config.json"
+    config = MIXTURES["glm 5.2"].config
+    file.write_text(json.dumps(config))
+    assert_mentions(refusal(settings), str(tmp_path), "GlmMoeDsaForCausalLM", "sparse", "cpu")
+    assert refusal(settings, "cuda") == ""
+    file.write_text(json.dumps({**config, "index_topk_pattern": None}))
+    assert_mentions(refusal(settings, "cuda"), "indexer_types", "index_topk_freq")
+    file.write_text(json.dumps({**config, "indexer_rope_interleave": None}))
+    assert_mentions(refusal(settings, "cuda"), "indexer_rope_interleave", "true")
+
+
+def test_the_platform_of_vllm_refuses_sparse_attention_on_cpu() -> None:
+    (platform,) = (
+        node
+        for node in engine_source.statements("platforms/cpu.py") or pytest.skip("no vLLM")
+        if isinstance(node, ast.ClassDef)
+    )
+    (chooses,) = (
+        node
+        for node in platform.body
+        if isinstance(node, ast.FunctionDef) and node.name == "get_attn_backend_cls"
+    )
+    text = ast.unparse(chooses)
+    assert "use_sparse" in text and "NotImplementedError" in text
 
 
 def test_delta_networks_in_another_type_than_bfloat16_are_refused_on_cpu(tmp_path: Path) -> None:

@@ -23,8 +23,12 @@ from msrl.trainer.checkpointing.resume import SavedTraining
 from msrl.workflows.engine import hf_weights
 from training_ranks import sequences
 
-_STACKED = ("Qwen3MoeForCausalLM", "DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM")
-_NO_GRADIENT = ".expert_bias"  # of Megatron's router, by our names
+_STACKED = (
+    *("Qwen3MoeForCausalLM", "DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM"),
+    *("DeepseekV32ForCausalLM", "GlmMoeDsaForCausalLM"),
+)
+# By our names, and by those of the files
+_NO_GRADIENT, _NO_FILE_GRADIENT = (".expert_bias", ".dsa_indexer."), ("e_score_", ".indexer.")
 
 
 def gradients_of_first_step(save: Path) -> dict[str, Tensor]:
@@ -45,14 +49,14 @@ def gradients_of_first_step(save: Path) -> dict[str, Tensor]:
         without = {
             name: size
             for name, size in rank_plan(shape, layout, at, padded).tensors.items()
-            if name.endswith(_NO_GRADIENT)
+            if any(part in name for part in _NO_GRADIENT)
         }
         shards[at] |= {name: torch.zeros(size) for name, size in without.items()}
     source = ShardedSource(shape, layout, shards, save / "hf", str(save))
     return {
         name: tensor * 10
         for name, tensor in hf_weights(source)
-        if not name.endswith("e_score_correction_bias")
+        if not any(part in name for part in _NO_FILE_GRADIENT)
     }
 
 
@@ -85,6 +89,7 @@ def transformers_gradients(folder: Path) -> dict[str, Tensor]:
     return {
         key: value
         for parameter in model.named_parameters()
+        if ".indexer." not in parameter[0]
         for key, value in _file_gradients(*parameter, is_stacked=is_stacked)
     }
 

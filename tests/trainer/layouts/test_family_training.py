@@ -6,7 +6,9 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from safetensors.torch import load_file
 
 import families
 from families import FAMILIES
@@ -19,7 +21,8 @@ from training_ranks import Case, Result
 pytestmark = pytest.mark.slow
 STEPS = 2
 DENSE = ("gemma 3", "ministral 3", "qwen3.5")
-EXPERTS = ("glm 4.7 flash", "minimax m2", "hunyuan 3", "ling 2", "qwen3-next")
+SPARSE = ("deepseek v3.2", "glm 5.2")
+EXPERTS = ("glm 4.7 flash", "minimax m2", "hunyuan 3", "ling 2", "qwen3-next", *SPARSE)
 ULYSSES = {"cp_algo": "ulysses", "head_ranks": 2}
 LAYOUTS: dict[str, dict[str, Any]] = {
     "tp2": {"layout": Layout(tp=2)},
@@ -48,6 +51,7 @@ PAIRS = [
 FAST = [
     *(("gemma 3", "tp2 sp"), ("minimax m2", "tp2"), ("ling 2", "pp2 ep2")),
     *(("hunyuan 3", "tp2 ep2 etp1"), ("qwen3.5", "tp2"), ("qwen3-next", "cp2")),
+    ("deepseek v3.2", "tp2"),
 ]
 REMAINING = [pair for pair in PAIRS if pair not in FAST]
 TARGETS = ("in_proj_qkvz", "in_proj_ba", "q_proj", "o_proj", "out_proj")
@@ -92,6 +96,18 @@ def test_a_family_trains_equally_in_some_layouts(
     results: dict[str, Result], name: str, layout: str
 ) -> None:
     _assert_same(results[f"{name}, {layout}"], results[f"{name}, single"])
+
+
+@pytest.mark.parametrize("name", SPARSE)
+def test_an_indexer_is_not_trained(
+    results: dict[str, Result], folders: dict[str, Path], name: str
+) -> None:
+    before = load_file(folders[name] / "model.safetensors")
+    after = results[f"{name}, single"].weights
+    assert before.keys() == after.keys()
+    same = {key for key, tensor in before.items() if np.array_equal(tensor.numpy(), after[key])}
+    assert {key for key in before if ".indexer." in key} <= same
+    assert {key for key in same if ".indexer." not in key and "e_score" not in key} == set()
 
 
 @pytest.mark.full

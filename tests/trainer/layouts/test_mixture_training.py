@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import families
-from mixture_families import DEEPSEEK_V2, DEEPSEEK_V3, GPT_OSS, QWEN3_MOE
+from mixture_families import DEEPSEEK_V2, DEEPSEEK_V3, DEEPSEEK_V32, GPT_OSS, MIXTURES, QWEN3_MOE
 from msrl.trainer.settings import Layout
 from reference_gradients import (
     assert_same_gradients,
@@ -38,6 +38,8 @@ MODELS = {
     "gpt-oss, clamped": GPT_OSS,
     # With two stages, the first one has no experts.
     "deepseek v3": {**DEEPSEEK_V3, "first_k_dense_replace": 2},
+    "deepseek v3.2": DEEPSEEK_V32,
+    "glm 5.2": MIXTURES["glm 5.2"].config,
 }
 LAYOUTS = {
     "tp2": Case("", Path(), Layout(tp=2)),
@@ -85,6 +87,8 @@ ALSO_COMPARED = (
     ],
     ("deepseek v2 lite", "tp2 ep2 etp2"),
     ("deepseek v2 lite", "pp2 vpp1 ep2"),
+    ("deepseek v3.2", "tp2 ep2 etp1"),
+    ("glm 5.2", "ep2"),
 )
 
 

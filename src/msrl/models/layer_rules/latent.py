@@ -1,4 +1,4 @@
-"""Weight rules of latent attention (DeepSeek V2), under MindSpeed's parameter names."""
+"""Weight rules of latent attention and its indexer, under MindSpeed's parameter names."""
 
 from __future__ import annotations
 
@@ -59,6 +59,37 @@ def latent_rules(mla: Mla, hidden: int, names: Names = LLAMA) -> tuple[Rule, ...
             Sharded(1),
             ((hidden, mla.num_heads * mla.v_head_dim),),
         ),
+        *_indexer_rules(mla, hidden, names),
+    )
+
+
+def _indexer_rules(mla: Mla, hidden: int, names: Names) -> tuple[Rule, ...]:
+    """Return the rules of an indexer, which every rank has completely.
+
+    Published files have its norm in float32.
+    """
+    indexer, latent = mla.indexer, mla.q_lora_rank
+    if indexer is None or indexer.is_shared:
+        return ()
+    assert latent is not None, "its queries come from the latent of the queries"
+    width = indexer.head_dim
+    tensors: dict[str, tuple[tuple[int, ...], str | None]] = {
+        "wq_b.weight": ((indexer.num_heads * width, latent), None),
+        "wk.weight": ((width, hidden), None),
+        "k_norm.weight": ((width,), "float32"),
+        "k_norm.bias": ((width,), "float32"),
+        "weights_proj.weight": ((indexer.num_heads, hidden), None),
+    }
+    return tuple(
+        Rule(
+            f"{MCORE}self_attention.dsa_indexer.{name}",
+            (f"{names.layer}self_attn.indexer.{name}",),
+            Replicated(),
+            (shape,),
+            dtype=dtype,
+            frozen=True,
+        )
+        for name, (shape, dtype) in tensors.items()
     )
 
 

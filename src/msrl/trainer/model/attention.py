@@ -5,14 +5,14 @@ otherwise torch's attention. This module needs no Megatron.
 
 Letters: N tokens of a packed micro-batch (n of them on this rank under context parallelism), h
 query heads and g key/value groups of this rank, d head size, v head size of the values, S sequences
-of L tokens, Q of which have queries.
+of L tokens, Q of which have queries, K chosen keys of a query.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import NamedTuple, Protocol, cast
+from typing import Any, NamedTuple, Protocol, cast
 
 import torch
 import torch.distributed as dist
@@ -43,12 +43,13 @@ _BLOCK = 512
 
 
 class _Traits(NamedTuple):
-    """Scale, window, softcap and sinks of a layer, as in `block_diagonal_attention`."""
+    """Scale, window, softcap, sinks and choice of a layer, as in `block_diagonal_attention`."""
 
     scale: float | None = None
     window: int | None = None
     softcap: float | None = None
     sinks: Tensor | None = None  # [h]
+    choice: Tensor | None = None  # [N, K], in `_attend` [S, L, K]
 
     @property
     def needs_scores(self) -> bool:
@@ -78,6 +79,8 @@ def _attend(
         # torch's fused kernels need equal widths; its fallback stores all attention weights.
         value = F.pad(value, (0, head_dim - width))
         return _attend(query, key, value, traits, first)[..., :width]
+    if traits.choice is not None:
+        return _chosen_attention(query, key, value, traits)
     if window is None and first == 0:
         return F.scaled_dot_product_attention(
             query, key, value, is_causal=True, scale=scale, enable_gqa=is_grouped
@@ -160,6 +163,47 @@ def _explicit_attention(
     )
 
 
+def _chosen_attention(query: Tensor, key: Tensor, value: Tensor, traits: _Traits) -> Tensor:
+    """Compute the attention to chosen keys, with one block of queries at a time.
+
+    The backward pass computes the mask and the weights of a block again.
+    """
+    assert traits.choice is not None
+    outputs: list[Tensor] = []
+    for start in range(0, query.shape[2], _BLOCK):
+        rows = slice(start, min(start + _BLOCK, query.shape[2]))
+        block = query[:, :, rows], key[:, :, : rows.stop], value[:, :, : rows.stop]
+        choice = traits.choice[:, rows]
+        inputs = *block, choice, start, query.shape[2], traits.factor(query.shape[-1])
+        outputs.append(
+            cast(
+                "Tensor",
+                checkpoint(_mask_choice, *inputs, use_reentrant=False, preserve_rng_state=False),
+            )
+        )
+    return torch.cat(outputs, dim=2)
+
+
+def _mask_choice(
+    query: Tensor,  # [S, h, Q, d]
+    key: Tensor,  # [S, h, stop, d]
+    value: Tensor,
+    choice: Tensor,  # [S, Q, K], positions in sequences of `length` tokens
+    start: int,
+    length: int,
+    scale: float,
+) -> Tensor:
+    """Compute the attention of the queries [start, stop) to those of their keys that are visible.
+
+    A query that sees fewer keys than are chosen has others among the chosen ones, too.
+    """
+    stop = key.shape[2]
+    is_chosen = torch.zeros(*choice.shape[:2], length, dtype=torch.bool, device=query.device)
+    is_chosen.scatter_(-1, choice.long(), True)
+    visible = is_chosen[..., :stop] & _visible(start, stop, 0, None, query.device)
+    return _masked_attention(query, key, value, visible.unsqueeze(1), scale=scale, enable_gqa=False)
+
+
 def _score_attention(
     query: Tensor,
     key: Tensor,
@@ -199,12 +243,14 @@ def block_diagonal_attention(
     window: int | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,  # [h]
+    choice: Tensor | None = None,  # [N, K]
 ) -> Tensor:  # [N, h, d]
     """Compute causal attention within each sequence, with one kernel call per run of equal lengths.
 
     With `window`, a token attends to itself and the `window` - 1 tokens before it. With `softcap`,
     a score s becomes softcap * tanh(s / softcap). With `sinks`, the softmax of a head is over its
-    scores and its sink.
+    scores and its sink. With `choice`, tokens of sequences longer than K attend to those of the K
+    positions that are visible to them.
     """
     traits = _Traits(scale, window, softcap, sinks)
     outputs: list[Tensor] = []
@@ -213,10 +259,13 @@ def block_diagonal_attention(
     # The gradient of a split is one concatenation. The gradient of a slice has the size of all
     # tokens.
     parts = zip(*(_upcast(x).split(sizes) for x in (query, key, value)), strict=True)
-    for (length, count), heads in zip(runs, parts, strict=True):
+    choices = [None] * len(runs) if choice is None else choice.split(sizes)
+    for (length, count), heads, chosen in zip(runs, parts, choices, strict=True):
         q, k, v = (_sequences(x, count, length) for x in heads)
-        effective_window = window if window and window < length else None
-        output = _attend(q, k, v, traits._replace(window=effective_window))
+        changes: dict[str, Any] = {"window": window if window and window < length else None}
+        if chosen is not None and chosen.shape[-1] < length:
+            changes["choice"] = chosen.unflatten(0, (count, length))
+        output = _attend(q, k, v, traits._replace(**changes))
         outputs.append(output.transpose(1, 2).flatten(0, 1))
     return (outputs[0] if len(outputs) == 1 else torch.cat(outputs)).to(dtype)
 
@@ -266,13 +315,14 @@ def packed_attention(
     window: int | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,  # [h]
+    choice: Tensor | None = None,  # [N, K], of all tokens of the complete sequences
 ) -> Tensor:  # [n, h, v]
     """Return the attention of this rank's tokens, whose queries and keys are rotated.
 
     The platform's fused kernel computes it, unless there is none, the model has softcap or sinks,
-    or keys and values travel around a ring.
+    keys are chosen, or keys and values travel around a ring.
     """
-    traits = _Traits(scale, window, softcap, sinks)
+    traits = _Traits(scale, window, softcap, sinks, choice)
     context = packed.context
     if packed.shared is not None:
         query, key, value = map(packed.shared.expand, (query, key, value))
@@ -294,8 +344,8 @@ def packed_attention(
 
 
 def _select_kernel(query: Tensor, traits: _Traits) -> VarlenAttention | None:
-    """Return the platform's fused kernel if there is one and the model has no softcap and sinks."""
-    if traits.needs_scores:
+    """Return the platform's fused kernel if there is one that can compute the attention."""
+    if traits.needs_scores or traits.choice is not None:
         return None
     return select_kernel(query.device.type, query.dtype, query.shape[-1])
 

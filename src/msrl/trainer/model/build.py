@@ -26,11 +26,12 @@ from megatron.core.transformer.transformer_layer import TransformerLayer, Transf
 from torch import Tensor
 
 from msrl.config.sections.train import RecomputeConfig
+from msrl.models.indexer import choosing_layer
 from msrl.models.megatron import transformer_settings
 from msrl.models.parallel_layout import Coords
 from msrl.models.rules import Replicated, Sharded
 from msrl.models.select import select_names
-from msrl.models.shape import Attention, DeltaNet, Layer, Mixer, Mla, Moe, Shape
+from msrl.models.shape import Attention, DeltaNet, Layer, Mla, Moe, Shape
 from msrl.models.stages import stage_tensors
 from msrl.platforms.base import Platform
 from msrl.trainer.model.experts import MixtureLayer, mixture_spec
@@ -46,6 +47,7 @@ from msrl.trainer.model.layers import (
 from msrl.trainer.model.mixers.gated_attention import GatedAttention
 from msrl.trainer.model.mixers.gated_delta import GatedDeltaNet
 from msrl.trainer.model.mixers.latent_attention import LatentAttention
+from msrl.trainer.model.mixers.sparse_attention import SparseAttention
 from msrl.trainer.model.pipeline import EmptyLayer, VirtualStages, virtual_stages
 from msrl.trainer.model.seams import check_seams_once
 from msrl.trainer.settings import Layout, sequence_multiple
@@ -134,12 +136,12 @@ def _uneven(layout: Layout) -> PipelineParallelLayerLayout | None:
 
 def _layer_spec(shape: Shape, layer: int) -> ModuleSpec:
     """Return the modules of a layer; `layer` counts from 0 over the whole model."""
-    mixer, block = shape.layers[layer].mixer, shape.layers[layer].feed_forward
+    block = shape.layers[layer].feed_forward
     return ModuleSpec(
         module=_layer_class(shape, shape.layers[layer]),
         submodules=TransformerLayerSubmodules(
             input_layernorm=RmsNorm,
-            self_attention=(_mixer_spec(mixer)),
+            self_attention=_mixer_spec(shape, layer),
             self_attn_bda=get_bias_dropout_add,  # pyright: ignore[reportArgumentType] - Megatron's own, by its own spec
             pre_mlp_layernorm=RmsNorm,
             mlp=(
@@ -161,8 +163,12 @@ def _layer_class(shape: Shape, layer: Layer) -> type[TransformerLayer]:
     return PostNormLayer if shape.post_norms else TransformerLayer
 
 
-def _mixer_spec(mixer: Mixer) -> ModuleSpec:
+def _mixer_spec(shape: Shape, layer: int) -> ModuleSpec:
     """Return the module in the place of Megatron's self-attention."""
+    mixer = shape.layers[layer].mixer
+    if isinstance(mixer, Mla) and mixer.indexer is not None:
+        params = {"mla": mixer, "chooser": choosing_layer(shape, layer)}
+        return ModuleSpec(module=SparseAttention, params=params)
     if isinstance(mixer, Mla):
         return ModuleSpec(module=LatentAttention, params={"mla": mixer})
     if isinstance(mixer, DeltaNet):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple, Protocol
 
 from torch import Tensor
@@ -63,6 +63,9 @@ class PackedSequences:
     expert_groups: Tensor | None = None
     # Record or replay of experts; None lets the routers choose (see `routes.py`).
     routes: TokenRoutes | None = None
+    # Chosen keys of the tokens by the number of the layer whose indexer chose them, for layers
+    # after it that share the choice (see `mixers/sparse_attention.py`).
+    choices: dict[int, Tensor] = field(default_factory=dict[int, Tensor])
     qkv_format: str = "sbhd"
     cp_group: None = None
 

@@ -81,7 +81,8 @@ class LatentAttention(MegatronModule):
         query, latent, shared = self.linear_qkv(hidden).split(
             [mla.q_lora_rank or self.query_size, mla.kv_lora_rank, mla.rope_head_dim], dim=-1
         )
-        query, query_rope = self._queries(query).split(
+        query_latent = query if mla.q_lora_rank is None else self.q_layernorm(query)
+        query, query_rope = self._queries(query_latent).split(
             [mla.nope_head_dim, mla.rope_head_dim], dim=-1
         )
         key, value = self._keys_and_values(latent).split(
@@ -92,15 +93,28 @@ class LatentAttention(MegatronModule):
         query_rope, key_rope = (rotate(x, rotation) for x in (query_rope, key_rope))
         query = torch.cat([query, query_rope], -1).squeeze(1)  # [N, h, p + r]
         key = torch.cat([key, key_rope.expand(-1, -1, self.num_heads, -1)], -1).squeeze(1)
-        mixed = packed_attention(query, key, value.squeeze(1), packed, mla.scale)  # [N, h, v]
+        choice = self._choose(hidden, query_latent, packed)
+        mixed = packed_attention(
+            query, key, value.squeeze(1), packed, mla.scale, choice=choice
+        )  # [N, h, v]
         return self.linear_proj(mixed.flatten(1).unsqueeze(1))
 
+    def _choose(
+        self,
+        hidden: Tensor,  # [n, 1, c]
+        query_latent: Tensor,  # [n, 1, q]
+        packed: PackedSequences,
+    ) -> Tensor | None:
+        """Return the keys that each query attends to, as `packed_attention` takes them."""
+        return None
+
     def _queries(self, query: Tensor) -> Tensor:
-        """Project [n, 1, q], or [n, 1, channels of all heads], to [N, 1, h, p + r]."""
+        """Project the normed latent [n, 1, q], or all heads [n, 1, h (p + r)], to [N, 1, h, p + r].
+
+        Without a latent, every rank has computed all heads of its tokens.
+        """
         if self.mla.q_lora_rank is not None:
-            return self.linear_q_up_proj(self.q_layernorm(query))[0].unflatten(
-                -1, (self.num_heads, -1)
-            )
+            return self.linear_q_up_proj(query)[0].unflatten(-1, (self.num_heads, -1))
         if not self.config.sequence_parallel:
             return scatter_to_tensor_model_parallel_region(query).unflatten(
                 -1, (self.num_heads, -1)

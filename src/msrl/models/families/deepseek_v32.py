@@ -1,0 +1,40 @@
+"""DeepSeek V3.2 (transformers' `DeepseekV32ForCausalLM`).
+
+DeepSeek V3's network, whose queries attend to the keys that an indexer chooses. The indexer rotates
+halves of its channels, unlike the attention. Layers for multi-token prediction are treated as in
+`deepseek_v3.py`.
+"""
+
+from __future__ import annotations
+
+from msrl.models.deepseek import deepseek_shape, mixture_layers, sigmoid_moe, with_prediction_layers
+from msrl.models.hf_config import HfConfig
+from msrl.models.indexer import with_indexers
+from msrl.models.mixture import layer_experts
+from msrl.models.shape import Shape
+
+ARCHITECTURES = ("DeepseekV32ForCausalLM",)
+_SUPPORTED_VALUES = {
+    "rope_interleave": True, "indexer_rope_interleave": False, "index_topk_freq": 1,
+}  # fmt: skip
+
+
+def shape(config: HfConfig) -> Shape:
+    for key, value in _SUPPORTED_VALUES.items():
+        config.refuse(key, value)
+    for key in ("index_topk_pattern", "indexer_types"):
+        config.refuse(key)
+    moe = sigmoid_moe(
+        config,
+        num_experts=256,
+        experts_per_token=8,
+        ffn_hidden_size=2048,
+        scaling_factor=2.5,
+        num_groups=8,
+        num_chosen_groups=4,
+    )
+    config.refuse("num_experts", moe.num_experts)  # transformers reads it too
+    experts = layer_experts(config, moe, mixture_layers(config, 3))
+    decoder = deepseek_shape(config, family="deepseek_v32", experts=experts)
+    indexed = with_indexers(config, decoder, num_heads=64, interleaved=False)
+    return with_prediction_layers(config, indexed)
