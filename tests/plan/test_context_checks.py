@@ -95,7 +95,7 @@ def test_sizes_that_fit_are_accepted(folder: Path, sets: tuple[str, ...]) -> Non
 @pytest.mark.parametrize(
     ("sets", "fragments"),
     [
-        (("cp=2", "cp_algo=ulysses"), ("cp=2", "indexers", "not supported")),
+        (("cp=2", "cp_algo=ring"), ("cp_algo=ring", "ulysses", "indexers")),
         (("pp=4",), ("pp=4", "layer 1", "layer 0", "num_layer_list")),
         (("pp=2", "num_layer_list=[1,3]"), ("num_layer_list=1,3", "layer 1", "layer 0")),
     ],

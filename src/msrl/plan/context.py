@@ -66,11 +66,11 @@ def _delta_problems(parallel: ParallelConfig, delta: DeltaNet) -> Iterator[tuple
 
 def _indexer_problems(parallel: ParallelConfig, shape: Shape) -> Iterator[tuple[str, str]]:
     """Yield the problems of indexers: layers of a stage cannot share what another stage chose."""
-    if parallel.cp > 1:
+    if parallel.cp > 1 and parallel.cp_algo != "ulysses":
         yield (
-            "cp",
-            "is not supported for a model whose indexers choose keys: its results on "
-            "context-parallel ranks have not been compared yet. Set it to 1",
+            "cp_algo",
+            "must be ulysses for a model whose indexers choose keys, since only then a rank has "
+            "all keys of a head",
         )
     layout = layout_from(parallel)
     chunks = [x for stage in range(layout.pp) for x in layout.chunks(shape.num_layers, stage)]

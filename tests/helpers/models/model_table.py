@@ -57,7 +57,7 @@ def _row(module: ModuleType, own: dict[str, Family]) -> tuple[str, ...]:
         "both ways",
         ", ".join(["TP", "PP", *(["EP"] if any(shape.moe for shape in shapes) else [])]),
         "yes; states restart at borders" if has_delta else "yes",
-        ", ".join(_context_algorithms(shapes)) or "refused",
+        ", ".join(_context_algorithms(shapes)),
         _engine(module, list(own.values()), shapes),
         ", ".join(f"`{name}`" for name in types) or "no",
     )

@@ -51,7 +51,7 @@ PAIRS = [
 FAST = [
     *(("gemma 3", "tp2 sp"), ("minimax m2", "tp2"), ("ling 2", "pp2 ep2")),
     *(("hunyuan 3", "tp2 ep2 etp1"), ("qwen3.5", "tp2"), ("qwen3-next", "cp2")),
-    ("deepseek v3.2", "tp2"),
+    *(("deepseek v3.2", "cp2"), ("glm 5.2", "pp2")),
 ]
 REMAINING = [pair for pair in PAIRS if pair not in FAST]
 TARGETS = ("in_proj_qkvz", "in_proj_ba", "q_proj", "o_proj", "out_proj")
