@@ -104,6 +104,15 @@ def outputs(model: Any, rows: Tensor, shape: Shape) -> Tensor:
     return model(rows, use_cache=False).logits
 
 
+# Names of mixtures in files, and in transformers' models.
+_EXPERT_NAMES = (
+    (".block_sparse_moe.", ".mlp."),  # Mixtral, MiniMax M2
+    (".mlp.router.gate.", ".mlp.gate."),  # Hunyuan 3, as the next ones
+    (".mlp.expert_bias", ".mlp.e_score_correction_bias"),
+    (".mlp.shared_mlp.", ".mlp.shared_experts."),
+)
+
+
 @dataclass(frozen=True, slots=True)
 class LayerTensor:
     """Source of a parameter of transformers' model.
@@ -167,10 +176,11 @@ def _stacked_name(rule: Rule, layer: int) -> str:
 def _model_name(name: str, shape: Shape) -> str:
     """Return transformers' name for a tensor of a file.
 
-    Mixtral's experts have the name `mlp` as in other models. A model next to a vision tower is
+    Blocks of experts have the same names in all its models. A model next to a vision tower is
     nested.
     """
-    name = name.replace(".block_sparse_moe.", ".mlp.")
+    for in_file, in_model in _EXPERT_NAMES:
+        name = name.replace(in_file, in_model)
     if name.startswith("language_model."):
         inner = name.removeprefix("language_model.")
         return inner.replace("model.", "model.language_model.", 1)
