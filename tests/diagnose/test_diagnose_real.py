@@ -193,7 +193,7 @@ def test_another_rotary_base_of_the_ranks_is_named(running: Running) -> None:
     with rank_fault(running, "rope"):
         cause = running.cause()
     assert (cause.name, cause.where) == ("attention", "trainer")
-    assert_mentions(cause.problem, "rope_theta=500.0")
+    assert_mentions(cause.problem, "rotary.theta=500.0 instead of 1000000.0")
 
 
 @pytest.mark.full

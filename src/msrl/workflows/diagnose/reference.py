@@ -171,7 +171,11 @@ def shape_settings(shape: Shape) -> dict[str, Any]:
     """
     settings = asdict(shape)
     layers = [
-        {f"{part}.{name}": value for part in layer for name, value in layer[part].items()}
+        {
+            f"{part}.{name}": value
+            for part, values in layer.items()
+            for name, value in _with_rotary(values).items()
+        }
         for layer in settings.pop("layers")
     ]
     for name in dict.fromkeys(name for layer in layers for name in layer):
@@ -179,6 +183,13 @@ def shape_settings(shape: Shape) -> dict[str, Any]:
         is_same = all(value == values[0] for value in values)
         settings[name] = values[0] if is_same else tuple(values)
     return {name: value for name, value in settings.items() if name not in _NOT_COMPARED}
+
+
+def _with_rotary(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values of a part of a layer, with those of its rotary embedding by their names."""
+    rotary = values.get("rotary", {})
+    others = {name: value for name, value in values.items() if name != "rotary"}
+    return others | {f"rotary.{name}": value for name, value in rotary.items()}
 
 
 def _present(values: Mapping[str, Any]) -> dict[str, Any]:
