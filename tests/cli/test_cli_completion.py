@@ -57,7 +57,7 @@ def in_bash(script: str, environment: dict[str, str]) -> str:
 
 CASES: dict[str, tuple[list[str], set[str]]] = {
     "a command": (["train-g"], {"train-grpo"}),
-    "a subcommand": (["convert-ckpt", "hf"], {"hf2mcore", "hf2hf"}),
+    "a subcommand": (["convert-ckpt", "hf"], {"hf2mcore", "hf2hf", "hf2gguf"}),
     "an option": (["train-sft", "--lr"], {"--lr"}),
     "a key, with its default": (
         ["train-sft", "--set", "train.optimizer.lr"],

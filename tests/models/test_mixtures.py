@@ -94,7 +94,7 @@ def _logits(folders: dict[str, Path], rows: Sequence[tuple[str, str]]) -> dict[s
 @functools.cache
 def _reference_logits(folder: Path, name: str) -> np.ndarray:
     config, reference = MIXTURES[name].config, MIXTURES[name].reference
-    ids = parity_ranks.sequences(config["vocab_size"])
+    ids = parity_ranks.sequences(config.get("text_config", config)["vocab_size"])
     if reference == "transformers":
         return transformers_logits(folder, ids)
     forward = getattr(reference_models, reference)

@@ -419,7 +419,8 @@ def _swap(layout: Any, tensors: Any) -> Any:
 
 
 def _k_and_v_swapped(layout: Any, tensors: Any) -> Any:
-    return (tensors[0], tensors[2], tensors[1]) if isinstance(layout, layouts.Qkv) else tensors
+    is_qkv = isinstance(layout, layouts.Grouped) and len(tensors) == 3
+    return (tensors[0], tensors[2], tensors[1]) if is_qkv else tensors
 
 
 @pytest.mark.slow
