@@ -22,7 +22,7 @@ from msrl.platforms import get
 from msrl.trainer.launch import run_ranks
 from msrl.trainer.settings import Layout
 from support import python_path
-from training_cases import FULL, LORA, models, randomize
+from training_cases import FULL, LORA, make_model, randomize
 from training_ranks import Case, Result
 
 TOLERANCES = {"float32": 1e-5, "bfloat16": 1e-2}
@@ -77,7 +77,7 @@ def _run(platform: str, cases: list[Case], **variables: str) -> dict[str, Result
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Return folders of small random models: a dense one and a mixture of experts."""
     root = tmp_path_factory.mktemp("models")
-    randomize(models()["qwen3"]).save_pretrained(root / "dense")
+    randomize(make_model("qwen3")).save_pretrained(root / "dense")
     return {
         "dense": root / "dense",
         "experts": families.save_model(root / "experts", QWEN3_MOE),

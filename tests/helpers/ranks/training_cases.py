@@ -198,16 +198,18 @@ def randomize(model):
     return model
 
 
-def models() -> dict[str, torch.nn.Module]:
+MODELS = ("qwen2", "qwen2 tied", "qwen3", "llama", "gemma2", "glm")
+
+
+def make_model(name: str) -> torch.nn.Module:
+    """Return one of the models, with random weights; the others are not created."""
     import transformers
-    from transformers import (
-        LlamaConfig,
-        LlamaForCausalLM,
-        Qwen2Config,
-        Qwen2ForCausalLM,
-        Qwen3Config,
-        Qwen3ForCausalLM,
-    )
+
+    return transformers.AutoModelForCausalLM.from_config(_configs()[name], dtype=torch.float32)
+
+
+def _configs() -> dict[str, Any]:
+    import transformers
 
     # A padding token would have no gradient in transformers' embedding.
     gemma2 = {
@@ -227,16 +229,12 @@ def models() -> dict[str, torch.nn.Module]:
     }
     rope["original_max_position_embeddings"] = 16
     return {
-        "qwen2": Qwen2ForCausalLM(Qwen2Config(**SIZES, tie_word_embeddings=False)),
-        "qwen2 tied": Qwen2ForCausalLM(Qwen2Config(**SIZES, tie_word_embeddings=True)),
-        "qwen3": Qwen3ForCausalLM(Qwen3Config(**SIZES, head_dim=32, tie_word_embeddings=False)),
-        "llama": LlamaForCausalLM(
-            LlamaConfig(**SIZES, tie_word_embeddings=False, rope_parameters=rope)
-        ),
-        "gemma2": transformers.Gemma2ForCausalLM(
-            transformers.Gemma2Config(**SIZES, head_dim=32, **gemma2)
-        ),
-        "glm": transformers.GlmForCausalLM(transformers.GlmConfig(**SIZES, **glm)),
+        "qwen2": transformers.Qwen2Config(**SIZES, tie_word_embeddings=False),
+        "qwen2 tied": transformers.Qwen2Config(**SIZES, tie_word_embeddings=True),
+        "qwen3": transformers.Qwen3Config(**SIZES, head_dim=32, tie_word_embeddings=False),
+        "llama": transformers.LlamaConfig(**SIZES, tie_word_embeddings=False, rope_parameters=rope),
+        "gemma2": transformers.Gemma2Config(**SIZES, head_dim=32, **gemma2),
+        "glm": transformers.GlmConfig(**SIZES, **glm),
     }
 
 

@@ -10,7 +10,7 @@ import pytest
 from msrl.trainer.launch import run_ranks
 from msrl.trainer.settings import Layout
 from support import python_path
-from training_cases import DROPOUT, FROZEN, models, randomize
+from training_cases import DROPOUT, FROZEN, make_model, randomize
 from training_ranks import Case, Result
 
 pytestmark = pytest.mark.slow
@@ -22,7 +22,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Result]:
 
     root = tmp_path_factory.mktemp("resumed")
     model, frozen, dropout = root / "model", root / "frozen", root / "dropout"
-    randomize(models()["qwen2 tied"]).save_pretrained(model)
+    randomize(make_model("qwen2 tied")).save_pretrained(model)
     pp2, lora = Layout(pp=2), {"lora": DROPOUT}
     cases = [
         Case("frozen", model, pp2, freeze=FROZEN, steps=4, save_at=2, save_to=frozen),
@@ -81,7 +81,7 @@ def test_an_offloaded_optimizer_is_absent_during_forward_and_backward(tmp_path: 
     """This includes the steps after a save or a load, which onload the optimizer for a moment."""
     from msrl.platforms import get
 
-    randomize(models()["qwen2 tied"]).save_pretrained(tmp_path / "model")
+    randomize(make_model("qwen2 tied")).save_pretrained(tmp_path / "model")
     (num_bytes,) = run_ranks(
         "offload_ranks:main",
         (tmp_path / "model", tmp_path / "saves"),

@@ -24,6 +24,7 @@ from training_cases import (
     FULL_CASES,
     LAYOUTS,
     LORAS,
+    MODELS,
     NOT_POISONED_BY,
     POISONED,
     POLICIES,
@@ -38,7 +39,7 @@ from training_cases import (
     SPREAD,
     TABLE,
     TABLE_LAYOUTS,
-    models,
+    make_model,
     randomize,
     selected_cases,
 )
@@ -53,12 +54,12 @@ def folders(tmp_path_factory) -> dict[str, Path]:
     from transformers import Qwen2Config, Qwen2ForSequenceClassification
 
     root = tmp_path_factory.mktemp("models")
-    for name, model in models().items():
-        randomize(model).save_pretrained(root / name)
+    for name in MODELS:
+        randomize(make_model(name)).save_pretrained(root / name)
     torch.manual_seed(1)
     scored = Qwen2ForSequenceClassification(Qwen2Config(**SIZES, num_labels=1, pad_token_id=None))
     randomize(scored).save_pretrained(root / "scored")
-    return {name: root / name for name in (*models(), "scored")}
+    return {name: root / name for name in (*MODELS, "scored")}
 
 
 @pytest.fixture(scope="session")

@@ -127,13 +127,13 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
     from msrl.platforms import get
     from msrl.trainer.launch import run_ranks
-    from training_cases import SIZES, models, randomize
+    from training_cases import SIZES, make_model, randomize
 
-    root, own = tmp_path_factory.mktemp("models"), models()
+    root = tmp_path_factory.mktemp("models")
     scored = Qwen2ForSequenceClassification(Qwen2Config(**SIZES, num_labels=1, pad_token_id=None))
     for name, model in {
-        "policy": own["qwen2"],
-        "reference": own["qwen2 tied"],
+        "policy": make_model("qwen2"),
+        "reference": make_model("qwen2 tied"),
         "scored": scored,
     }.items():
         randomize(model).save_pretrained(root / name)

@@ -15,7 +15,7 @@ from mixture_families import QWEN3_MOE
 from msrl.config.sections.train import RecomputeConfig
 from msrl.trainer.settings import Layout
 from support import python_path
-from training_cases import LORA, models, randomize
+from training_cases import LORA, make_model, randomize
 from training_ranks import sequences
 from widened_ranks import Case, Result, first_batch
 
@@ -49,9 +49,9 @@ NAMES = [case.name for case in make_cases(dict.fromkeys((*MODELS, "mixture"), Pa
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     root = tmp_path_factory.mktemp("models")
-    own, folders = models(), {name: root / name for name in (*MODELS, "mixture")}
+    folders = {name: root / name for name in (*MODELS, "mixture")}
     for name in MODELS:
-        randomize(own[name]).save_pretrained(folders[name])
+        randomize(make_model(name)).save_pretrained(folders[name])
     folders["mixture"].mkdir()
     (folders["mixture"] / "config.json").write_text(json.dumps(QWEN3_MOE))
     save_file(
