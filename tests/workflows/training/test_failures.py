@@ -164,14 +164,14 @@ def kill_after_a_save(command: Command, pattern: str) -> dict[int, str]:
     return started
 
 
-@pytest.mark.parametrize("process", ["gcs_server", "raylet", "RuntimeEnvAgent"])
+@pytest.mark.parametrize("process", ["gcs_server", "raylet", "RuntimeEnvAgent", "DashboardAgent"])
 def test_a_run_that_loses_ray_names_the_command_that_resumes_it_and_leaves_nothing(
     inputs: Path, undisturbed: Path, process: str
 ):
     file, tmp = write_config(inputs / f"{process}.yaml", config(inputs, process)), make_tmp()
     arguments = ("train-grpo", "-c", str(file))
     command = Command(*arguments, log=inputs / f"{process}.log", tmp=tmp)
-    pattern = "ray::RuntimeEnvAgent" if process == "RuntimeEnvAgent" else f"/{process} --"
+    pattern = f"ray::{process}" if process.endswith("Agent") else f"/{process} --"
     started = kill_after_a_save(command, pattern)
     mapped = shared_memory(started)
     assert command.wait() == 1
@@ -183,8 +183,16 @@ def test_a_run_that_loses_ray_names_the_command_that_resumes_it_and_leaves_nothi
     assert_equal(inputs / "runs" / process, undisturbed)
 
 
-@pytest.mark.parametrize("process", ["msrl.rewards.worker", "ray/_private/log_monitor.py"])
-def test_a_run_goes_on_without_a_reward_worker_or_the_log_monitor(
+@pytest.mark.parametrize(
+    "process",
+    [
+        "msrl.rewards.worker",
+        "ray/_private/log_monitor.py",
+        "ray/autoscaler/_private/monitor.py",
+        "ray/dashboard/dashboard.py",
+    ],
+)
+def test_a_run_goes_on_without_a_reward_worker_or_a_monitor_of_ray(
     inputs: Path, undisturbed: Path, process: str
 ):
     name = Path(process).stem
