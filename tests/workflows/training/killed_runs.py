@@ -7,6 +7,7 @@ started, and the driver's reports are also sent to this program.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import random
@@ -57,9 +58,12 @@ class Attempt:
         """
         assert self.pipe.poll(HANG_S), "no report came"
         try:
-            return self.pipe.recv()
+            report = self.pipe.recv()
         except (EOFError, ConnectionResetError):
             return None
+        with contextlib.suppress(OSError):  # the driver was killed
+            self.pipe.send(None)
+        return report
 
     def kill(self) -> None:
         """Kill the driver; the kernel kills its ranks with it."""
@@ -107,6 +111,7 @@ def _run_driver(settings: dict[str, Any], pipe: connection.Connection) -> NoRetu
     def log_and_send(log: run_log.RunLog, report: StepReport) -> None:
         log_report(log, report)
         pipe.send((report.step, report.metrics["train/loss"]))
+        pipe.recv()  # a slow parent is at most a step behind
 
     launch.subprocess = SimpleNamespace(Popen=ForkedProcess, DEVNULL=None)  # pyright: ignore
     launch.get = lambda name: SimpleNamespace(prepare=lambda: None)  # this process is prepared
