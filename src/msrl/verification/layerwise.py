@@ -79,10 +79,16 @@ def transformers_logits(
         model = model_class(source.shape)._from_config(
             config, dtype=torch.float32, attn_implementation=ATTENTION
         )
-    fill = _filler(source, dtype)
+    sources, put_weights = parameter_sources(source.shape), _filler(source, dtype)
+    filled = set[str]()
+
+    def fill(name: str, into: Tensor) -> None:
+        put_weights(name, into)
+        filled.add(name)
+
     stream_weights(model, fill)
     for name, buffer in model.named_buffers():
-        if name in parameter_sources(source.shape):  # biases of the routers, one number per expert
+        if name in sources:  # biases of the routers, one number per expert
             fill(name, buffer)
     model.eval()
     max_length = max(map(len, tokens))
@@ -90,6 +96,9 @@ def transformers_logits(
     rows = torch.tensor([ids + [0] * (max_length - len(ids)) for ids in tokens])
     with torch.inference_mode():
         logits = outputs(model, rows, source.shape)
+    unused = sources.keys() - filled - ({_OUTPUT} if source.shape.tie_word_embeddings else set())
+    if unused:
+        raise RuntimeError(f"transformers' model has no parameter {min(unused)}")
     return [row[: len(ids)].clone() for row, ids in zip(logits, tokens, strict=True)]
 
 
@@ -104,6 +113,7 @@ def outputs(model: Any, rows: Tensor, shape: Shape) -> Tensor:
     return model(rows, use_cache=False).logits
 
 
+_OUTPUT = "lm_head.weight"
 # Names of mixtures in files, and in transformers' models.
 _EXPERT_NAMES = (
     (".block_sparse_moe.", ".mlp."),  # Mixtral, MiniMax M2
@@ -141,7 +151,7 @@ def parameter_sources(shape: Shape) -> dict[str, LayerTensor]:
         sources[name] = LayerTensor(tuple(sorted(entries, key=_expert_number)), is_stack=True)
     if shape.tie_word_embeddings:
         embedding = sources[_model_name(all_rules(shape)[0].hf[0], shape)]
-        sources.setdefault("lm_head.weight", embedding)
+        sources.setdefault(_OUTPUT, embedding)
     return sources
 
 
