@@ -167,7 +167,6 @@ def test_packed_groups_and_halves_are_not_split(name: str) -> None:
 @pytest.mark.parametrize(
     ("architecture", "reason"),
     [
-        ("DeepseekV32ForCausalLM", "indexer"),
         ("Mamba2ForCausalLM", "state-space"),
         ("Qwen3VLMoeForConditionalGeneration", "mixture of experts"),
         ("GemmaForCausalLM", "Gemma 2"),
