@@ -94,6 +94,19 @@ def _score_factor(scaling: RopeScaling | None) -> float:
     return (0.1 * scaling.mscale_all_dim * math.log(scaling.factor) + 1.0) ** 2
 
 
+def deepseek_v3_moe(config: HfConfig) -> Moe:
+    """Return the experts of a layer of DeepSeek V3 and V3.2, with the defaults of their configs."""
+    return sigmoid_moe(
+        config,
+        num_experts=256,
+        experts_per_token=8,
+        ffn_hidden_size=2048,
+        scaling_factor=2.5,
+        num_groups=8,
+        num_chosen_groups=4,
+    )
+
+
 def sigmoid_moe(
     config: HfConfig,
     *,

@@ -8,7 +8,12 @@ Folders that transformers saved do not have them.
 
 from __future__ import annotations
 
-from msrl.models.deepseek import deepseek_shape, mixture_layers, sigmoid_moe, with_prediction_layers
+from msrl.models.deepseek import (
+    deepseek_shape,
+    deepseek_v3_moe,
+    mixture_layers,
+    with_prediction_layers,
+)
 from msrl.models.hf_config import HfConfig
 from msrl.models.mixture import layer_experts
 from msrl.models.shape import Shape
@@ -18,15 +23,7 @@ ARCHITECTURES = ("DeepseekV3ForCausalLM",)
 
 def shape(config: HfConfig) -> Shape:
     config.refuse("rope_interleave", True)
-    moe = sigmoid_moe(
-        config,
-        num_experts=256,
-        experts_per_token=8,
-        ffn_hidden_size=2048,
-        scaling_factor=2.5,
-        num_groups=8,
-        num_chosen_groups=4,
-    )
+    moe = deepseek_v3_moe(config)
     decoder = deepseek_shape(
         config, family="deepseek_v3", experts=layer_experts(config, moe, mixture_layers(config, 3))
     )

@@ -7,7 +7,12 @@ halves of its channels, unlike the attention. Layers for multi-token prediction 
 
 from __future__ import annotations
 
-from msrl.models.deepseek import deepseek_shape, mixture_layers, sigmoid_moe, with_prediction_layers
+from msrl.models.deepseek import (
+    deepseek_shape,
+    deepseek_v3_moe,
+    mixture_layers,
+    with_prediction_layers,
+)
 from msrl.models.hf_config import HfConfig
 from msrl.models.indexer import with_indexers
 from msrl.models.mixture import layer_experts
@@ -24,15 +29,7 @@ def shape(config: HfConfig) -> Shape:
         config.refuse(key, value)
     for key in ("index_topk_pattern", "indexer_types"):
         config.refuse(key)
-    moe = sigmoid_moe(
-        config,
-        num_experts=256,
-        experts_per_token=8,
-        ffn_hidden_size=2048,
-        scaling_factor=2.5,
-        num_groups=8,
-        num_chosen_groups=4,
-    )
+    moe = deepseek_v3_moe(config)
     config.refuse("num_experts", moe.num_experts)  # transformers reads it too
     experts = layer_experts(config, moe, mixture_layers(config, 3))
     decoder = deepseek_shape(config, family="deepseek_v32", experts=experts)
