@@ -352,10 +352,10 @@ def install_torch_npu(session: nox.Session, folder: Path) -> None:
 
 
 def install_megatron_next(session: nox.Session) -> Path:
-    """Unpack a newer megatron-core into a folder, which is returned.
+    """Unpack a newer megatron-core into a folder and return the folder.
 
-    Its package asks for Python 3.12, since only the helpers of its datasets are compiled for one
-    version of Python. msrl does not use them, so that the tests also run on Python 3.11.
+    Its package requires Python 3.12. Only the helpers of its datasets are compiled for that
+    version, and msrl does not use them, so the tests also run on Python 3.11.
     """
     folder = ROOT / ".nox" / "megatron-next"
     stamp_file = folder / "msrl.stamp"

@@ -81,8 +81,8 @@ def _indexer_problems(parallel: ParallelConfig, shape: Shape) -> Iterator[tuple[
             yield (
                 "pp" if parallel.num_layer_list is None else "num_layer_list",
                 f"a stage begins with layer {first} (from 0), which attends to the keys that layer "
-                f"{chooser} of another stage chose. Let stages begin with layers of another kind "
-                "in indexer_types than shared (train.parallel.num_layer_list)",
+                f"{chooser} of another stage chose. Let every stage begin with a layer that "
+                "indexer_types calls full (train.parallel.num_layer_list)",
             )
             return
 
