@@ -12,21 +12,24 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import families
-from mixture_families import DEEPSEEK_V3
+from mixture_families import DEEPSEEK_V3, DEEPSEEK_V32
 from msrl.checkpoint.convert import McoreTarget, write_hf, write_mcore
 from msrl.checkpoint.hf.fp8 import FP8, dequantize
 from msrl.checkpoint.integrity import damages, mcore_checks
 from msrl.checkpoint.source import open_weights
 from msrl.errors import MsrlError
+from msrl.models.families import all_rules
 from msrl.models.parallel_layout import ParallelLayout
 from support import assert_each_mentions, assert_mentions, mentions
 
 BLOCK = (16, 32)
 PACKED: dict[str, Any] = {
-    **DEEPSEEK_V3, "torch_dtype": "bfloat16",
+    "torch_dtype": "bfloat16",
     "quantization_config": {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic",
     "weight_block_size": list(BLOCK)},
 }  # fmt: skip
+# Matrices inside layers that are published in bfloat16.
+PLAIN = ("mlp.gate.weight", "indexer.weights_proj.weight")
 
 UP = "model.layers.0.mlp.up_proj.weight"
 UP_SCALE = f"{UP}_scale_inv"
@@ -47,15 +50,19 @@ def quantize(weight: Tensor) -> tuple[Tensor, Tensor]:
     return result, scales
 
 
-def folder(path: Path, **changes: Any) -> tuple[Path, dict[str, Tensor]]:
-    """Save a model with quantized matrices inside layers except routers, as DeepSeek V3 is
-    published, and return its dequantized weights.
+def folder(
+    path: Path, model: dict[str, Any] = DEEPSEEK_V3, **changes: Any
+) -> tuple[Path, dict[str, Tensor]]:
+    """Save a model with quantized matrices inside layers except routers and weights of indexers'
+    heads, as DeepSeek V3 and V3.2 are published, and return its dequantized weights.
     """
     path.mkdir()
     tensors, meant = dict[str, Tensor](), dict[str, Tensor]()
-    for name, weight in families.weights(DEEPSEEK_V3).items():
-        if ".layers." not in name or weight.dim() < 2 or name.endswith("mlp.gate.weight"):
-            meant[name] = tensors[name] = weight if name.endswith("bias") else weight.bfloat16()
+    rules = all_rules(families.shape(model))
+    wide = {name for rule in rules if rule.dtype == "float32" for name in rule.hf}
+    for name, weight in families.weights(model).items():
+        if ".layers." not in name or weight.dim() < 2 or name.endswith(PLAIN):
+            meant[name] = tensors[name] = weight if name in wide else weight.bfloat16()
             continue
         tensors[name], tensors[f"{name}_scale_inv"] = quantize(weight)
         scales = (
@@ -67,7 +74,7 @@ def folder(path: Path, **changes: Any) -> tuple[Path, dict[str, Tensor]]:
             tensors[name].float() * scales[: weight.shape[0], : weight.shape[1]]
         ).bfloat16()
     save_file({**tensors, **changes.pop("tensors", {})}, path / "model.safetensors")
-    (path / "config.json").write_text(json.dumps({**PACKED, **changes}))
+    (path / "config.json").write_text(json.dumps({**model, **PACKED, **changes}))
     return path, meant
 
 
@@ -78,8 +85,9 @@ def test_blocks_are_multiplied_by_their_scales() -> None:
     assert torch.equal(dequantize(weight, scales, (2, 2), torch.float32), expected)
 
 
-def test_a_quantized_model_is_converted_dequantized(tmp_path: Path) -> None:
-    source, meant = folder(tmp_path / "fp8")
+@pytest.mark.parametrize("model", [DEEPSEEK_V3, DEEPSEEK_V32], ids=["v3", "v3.2"])
+def test_a_quantized_model_is_converted_dequantized(tmp_path: Path, model: dict[str, Any]) -> None:
+    source, meant = folder(tmp_path / "fp8", model)
     write_mcore(open_weights(source), tmp_path / "mcore", McoreTarget(ParallelLayout(tp=2)))
     write_hf(open_weights(tmp_path / "mcore"), tmp_path / "back", None)
     back = load_file(tmp_path / "back" / "model.safetensors")
@@ -89,7 +97,7 @@ def test_a_quantized_model_is_converted_dequantized(tmp_path: Path) -> None:
         for name in meant
     )
     config = json.loads((tmp_path / "back" / "config.json").read_text())
-    assert config == {key: value for key, value in PACKED.items() if key != "quantization_config"}
+    assert config == {**model, "torch_dtype": "bfloat16"}
 
 
 def test_layers_for_multi_token_prediction_pass_through(tmp_path: Path) -> None:

@@ -66,7 +66,7 @@ def latent_rules(mla: Mla, hidden: int, names: Names = LLAMA) -> tuple[Rule, ...
 def _indexer_rules(mla: Mla, hidden: int, names: Names) -> tuple[Rule, ...]:
     """Return the rules of an indexer, which every rank has completely.
 
-    Published files have its norm in float32.
+    DeepSeek V3.2's files have its norm in float32.
     """
     indexer, latent = mla.indexer, mla.q_lora_rank
     if indexer is None or indexer.is_shared:
