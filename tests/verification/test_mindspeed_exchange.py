@@ -19,6 +19,7 @@ from mixture_families import MIXTURES
 from model_table import MODEL_TYPES
 from msrl.checkpoint.mcore.argument_table import READ_ARGUMENTS
 from msrl.checkpoint.mcore.files import namespace
+from msrl.models.families import all_rules, load_shape
 from msrl.models.parallel_layout import ParallelLayout
 from msrl.verification.bits import same_bits
 from test_cli import msrl
@@ -33,7 +34,7 @@ LAYOUTS = {
 }  # fmt: skip
 EXPERTS = {
     "ep2": "--ep 2", "tp2 ep2": "--tp 2 --ep 2", "tp2 pp2 ep2": "--tp 2 --pp 2 --ep 2",
-    "pp2 vpp1 ep2": "--pp 2 --vpp 1 --ep 2",
+    "pp2 ep2": "--pp 2 --ep 2", "pp2 vpp1 ep2": "--pp 2 --vpp 1 --ep 2",
     "tp2 grouped": "--tp 2 --moe-grouped-gemm", "ep2 grouped": "--ep 2 --moe-grouped-gemm",
     "tp2 pp2 ep2 grouped": "--tp 2 --pp 2 --ep 2 --moe-grouped-gemm",
     "tp2 ep2 etp1": "--tp 2 --ep 2 --etp 1",
@@ -45,7 +46,10 @@ TABLE = [
     for name in MODEL_TYPES
     for layout in (LAYOUTS if name in DENSE else LAYOUTS | EXPERTS)
 ]
-NORMAL = {("qwen2.5", "tp2 pp2"), ("deepseek v3", "tp2 ep2 extended grouped")}
+NORMAL = {
+    ("qwen2.5", "tp2 pp2"), ("deepseek v3", "tp2 ep2 extended grouped"), ("glm 5.2", "pp2 ep2"),
+    ("ling 2", "tp2 ep2"),
+}  # fmt: skip
 THEIRS = {
     "--tp": "--target-tensor-parallel-size", "--pp": "--target-pipeline-parallel-size",
     "--ep": "--target-expert-parallel-size",
@@ -126,17 +130,21 @@ def row_config(name: str) -> dict[str, Any]:
     config = {**(FAMILIES | MIXTURES)[name].config, "torch_dtype": "bfloat16", "vocab_size": 200}
     if name == "mixtral":
         config["num_experts"] = config["num_local_experts"]  # the name in MindSpeed-LLM
+    if name == "ling 2":
+        # mg2hf takes the size of all heads for that of the hidden state.
+        config["head_dim"] = config["hidden_size"] // config["num_attention_heads"]
     return config
 
 
 def save_source(folder: Path, name: str) -> dict[str, Tensor]:
     """Write a Hugging Face folder with bf16 weights and return the weights.
 
-    A router's correction bias stays float32, as published.
+    Routers' correction biases and the norms of indexers stay float32, as published.
     """
-    families.save_model(folder, row_config(name))
+    rules = all_rules(load_shape(families.save_model(folder, row_config(name))))
+    wide = {key for rule in rules if rule.dtype == "float32" for key in rule.hf}
     weights = {
-        key: value if key.endswith("e_score_correction_bias") else value.to(torch.bfloat16)
+        key: value if key in wide else value.to(torch.bfloat16)
         for key, value in load_file(folder / "model.safetensors").items()
     }
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
@@ -440,9 +448,10 @@ def test_a_vocabulary_that_mindspeed_splits_unevenly_is_read(tmp_path: Path) -> 
     assert_same_weights(tmp_path / "back", weights)
 
 
-def test_a_checkpoint_of_mla_mm_split_is_read(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["deepseek v3", "glm 5.2"])
+def test_a_checkpoint_of_mla_mm_split_is_read(tmp_path: Path, name: str) -> None:
     options = "--target-tensor-parallel-size 2 --mla-mm-split"
-    weights, code = read_oracle(tmp_path, "deepseek v3", options)
+    weights, code = read_oracle(tmp_path, name, options)
     assert code == 0
     assert_same_weights(tmp_path / "back", weights)
 

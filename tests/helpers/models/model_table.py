@@ -27,7 +27,8 @@ MODEL_TYPES = {
     "gemma 2": "gemma2", "qwen3 moe": "qwen3-moe",
     "mixtral": "mixtral", "deepseek v2 lite": "deepseek2-lite", "deepseek v2": "deepseek2",
     "deepseek v3": "deepseek3", "qwen2 moe": "qwen2-moe", "glm 4.5": "glm45",
-    "glm 4.5 air": "glm45-air", "seed-oss": "seed-oss",
+    "glm 4.5 air": "glm45-air", "seed-oss": "seed-oss", "deepseek v3.2": "deepseek32",
+    "glm 5": "glm5", "glm 5.2": "glm5", "ling 2": "bailing_mini", "hunyuan 3": "HYV3",
 }  # fmt: skip
 # Families whose rollouts ran with vLLM on CPU.
 GENERATED = {"qwen2", "qwen3", "llama", "mistral", "glm", "chatglm", "gemma2", "gemma3"} | {

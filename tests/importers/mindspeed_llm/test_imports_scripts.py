@@ -68,6 +68,18 @@ def test_a_model_without_a_family_is_the_only_reason_of_a_refusal(line: str, wor
     assert_mentions(message, "not supported: the model", words)
 
 
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--model-type-hf HYV3 --spec mindspeed_llm.tasks.models.spec.bailing_spec layer_spec",
+        "--model-type-hf bailing_mini",
+        "--model-type-hf glm5",
+    ],
+)
+def test_models_whose_checkpoints_are_read_are_imported(flags: str) -> None:
+    assert native_tree(f"{TUNE} {flags}") == native_tree(TUNE)
+
+
 def test_a_training_without_the_flag_bf16_uses_float32():
     assert native_tree(TUNE)["model"]["dtype"] == "float32"
     assert native_tree(f"{TUNE} --bf16")["model"]["dtype"] == "bfloat16"

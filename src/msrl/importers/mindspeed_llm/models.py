@@ -10,7 +10,6 @@ from msrl.importers.translation import Translation
 from msrl.models.unsupported import UNSUPPORTED
 
 _CONVERTED = {
-    "bailing_mini": "BailingMoeV2ForCausalLM",
     "bloom": "BloomForCausalLM",
     "bloom_3b": "BloomForCausalLM",
     "deepseek4": "DeepseekV4ForCausalLM",
@@ -18,7 +17,6 @@ _CONVERTED = {
     "gemma": "GemmaForCausalLM",
     "grok": "Grok1ModelForCausalLM",
     "hunyuan": "HunYuanForCausalLM",
-    "HYV3": "HYV3ForCausalLM",
     "longcat": "LongcatFlashForCausalLM",
     "mamba2": "Mamba2ForCausalLM",
     "minicpm": "MiniCPMForCausalLM",
@@ -32,7 +30,6 @@ _CONVERTED = {
     "qwen3-next": "Qwen3NextForCausalLM",
 }
 _LAYERS = {
-    "bailing_spec": "bailing_mini",
     "deepseek4_spec": "deepseek4",
     "grok_spec": "grok",
     "hunyuan_spec": "hunyuan",
