@@ -25,7 +25,8 @@ from msrl.rewards.score import Scorer
 from msrl.rewards.sources import Source
 from msrl.workflows.preprocess import run as preprocess
 from msrl.workflows.rl import setup as rl_setup
-from msrl.workflows.sft import run as train_sft
+from msrl.workflows.sft.run import SftTask
+from msrl.workflows.training import supervised
 from msrl.workflows.training.integrity import verify_models
 from msrl.workflows.training.memory_check import check_memory
 from msrl.workflows.training.settings import loaded_models, rank_settings
@@ -127,7 +128,7 @@ def test_validation_and_setup_of_train_sft_read_the_config_of_the_model_once(fol
     with opened_configs(folder) as counts:
         plan = checked_plan(load(["sft.yaml"]), "train-sft")
         show(plan)
-        job = train_sft.prepare(plan, get("cpu"))
+        job = supervised.prepare(plan, get("cpu"), SftTask())
         check_memory(plan, get("cpu"), longest=job.train.longest)
         verify_models(loaded_models(plan, job.resume))
     assert counts == {"model": 1}

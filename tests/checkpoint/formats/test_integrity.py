@@ -29,6 +29,7 @@ from msrl.workflows.convert import run as convert_ckpt
 from msrl.workflows.rl import run as train_grpo
 from msrl.workflows.serve import chat, generate
 from msrl.workflows.sft import run as train_sft
+from msrl.workflows.training import supervised
 from msrl.workflows.training.settings import loaded_models
 from tiny_qwen2 import VOCAB_SIZE, save_model
 from training_runs import write_rows
@@ -346,7 +347,8 @@ def test_checksums_stay_valid_where_data_is_moved_under_another_name(folder: Pat
     for path in folder.glob("sft_*"):
         path.rename(path.with_name(path.name.replace("sft_", "moved_", 1)))
     config = training(folder, folder / "hf", "moved")
-    assert train_sft.prepare(plan_run(config, "train-sft"), get("cpu")).num_steps == 2
+    plan = plan_run(config, "train-sft")
+    assert supervised.prepare(plan, get("cpu"), train_sft.SftTask()).num_steps == 2
 
 
 def write(folder: Path, name: str, sequences: list[list[int]]) -> None:

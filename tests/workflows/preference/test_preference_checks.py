@@ -32,8 +32,9 @@ from msrl.platforms import get
 from msrl.workflows.preference.batches import make_batch
 from msrl.workflows.preference.reference import StoredReference
 from msrl.workflows.preference.reward_model import scored_sequences
-from msrl.workflows.preference.rows import checked_rows, row_order
+from msrl.workflows.preference.rows import checked_rows
 from msrl.workflows.training.data_checks import check_reference_tokenizer
+from msrl.workflows.training.supervised import row_order
 from support import ROOT, assert_mentions, labelled, mentions
 from test_cli import msrl
 from tiny_qwen2 import VOCAB_SIZE, make_tokenizer, save_model
@@ -316,7 +317,7 @@ def test_a_blend_reads_rows_of_all_datasets_in_proportion(inputs: Path) -> None:
     blend = (f"data.blend={{'{pairs}': 3, '{margins}': 1}}", "data.train=null")
     plan = resolve(check(inputs, "train-rm", *blend).config, "train-rm")
     rows, held_out = checked_rows(plan, "pairs", reads_margins=True)
-    assert held_out is None and rows.counts == (12, 12) and len(rows) == 24
+    assert held_out is None and rows.num_rows == (12, 12) and len(rows) == 24
     assert [rows.examples(number).value for number in (11, 12)] == [0.0, 0.5]
     order = row_order(plan.config, rows)
     for step in range(3):
@@ -324,8 +325,8 @@ def test_a_blend_reads_rows_of_all_datasets_in_proportion(inputs: Path) -> None:
         assert sum(number < 12 for number in numbers) == 3
     packed = resolve(check(inputs, "train-rm", *blend, "data.pack=true").config, "train-rm")
     together, _ = checked_rows(packed, "pairs", reads_margins=True)
-    assert sum(together.counts) == len(together.members)
-    assert {n // 12 for row in together.members[: together.counts[0]] for n in row} == {0}
+    assert sum(together.num_rows) == len(together.members)
+    assert {n // 12 for row in together.members[: together.num_rows[0]] for n in row} == {0}
 
 
 def test_a_dry_run_checks_the_pairs(inputs: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -15,7 +15,8 @@ from msrl.errors import MsrlError
 from msrl.plan.run_plan import resolve
 from msrl.workflows.preprocess import run
 from msrl.workflows.sft.rows import MixedRows
-from msrl.workflows.sft.setup import row_order, training_rows
+from msrl.workflows.sft.setup import training_rows
+from msrl.workflows.training.supervised import row_order
 from support import mentions, shared_data
 from test_preprocess import jsonl
 

@@ -12,8 +12,6 @@ from functools import partial
 import numpy as np
 
 from msrl.algorithms.packing import Sequences
-from msrl.config.schema import Config
-from msrl.data.order import BlendOrder, RowOrder
 from msrl.plan.run_plan import RunPlan
 from msrl.platforms.base import Platform
 from msrl.tracking.plots import CURVES
@@ -22,7 +20,7 @@ from msrl.trainer.objective.requests import UpdateRequest
 from msrl.trainer.settings import RankSettings
 from msrl.types import Floats, StepReport
 from msrl.workflows.preference.batches import PreferenceBatch, evaluated_batch, make_batch
-from msrl.workflows.preference.rows import PreferenceRows, checked_rows, row_order
+from msrl.workflows.preference.rows import PreferenceRows, checked_rows
 from msrl.workflows.preference.run import PreferenceSetup
 from msrl.workflows.preference.steps import StepTask
 from msrl.workflows.training import supervised
@@ -50,9 +48,6 @@ class RewardModelTask(SupervisedTask[PreferenceRows]):
 
     def open_rows(self, plan: RunPlan) -> tuple[PreferenceRows, PreferenceRows | None]:
         return checked_rows(plan, "pairs", reads_margins=True, num_added=1)
-
-    def order(self, config: Config, rows: PreferenceRows) -> RowOrder | BlendOrder:
-        return row_order(config, rows)
 
     def settings(self, plan: RunPlan, platform: Platform) -> RankSettings:
         return reward_model_rank_settings(plan, platform.name)

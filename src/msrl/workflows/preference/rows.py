@@ -15,7 +15,6 @@ from itertools import accumulate
 from msrl.algorithms.packing import bins
 from msrl.config.schema import Config
 from msrl.data.dataset import check_templates
-from msrl.data.order import BlendOrder, RowOrder
 from msrl.data.preferences import PreferenceDataset, PreferenceMixture, fit
 from msrl.errors import MsrlError
 from msrl.plan.run_plan import RunPlan
@@ -30,7 +29,7 @@ class PreferenceRows:
 
     dataset: PreferenceDataset | PreferenceMixture
     members: tuple[tuple[int, ...], ...]
-    counts: tuple[int, ...]  # rows of each dataset, one after the other
+    num_rows: tuple[int, ...]  # of each dataset, one after the other
     lengths: tuple[int, ...]  # tokens of each row
     limit: int | None  # each side is truncated to this length
     dropped: Mapping[str, int]  # rows of the dataset, by reason
@@ -132,15 +131,6 @@ def _open_blend(config: Config, datasets: Sequence[PreferenceDataset]) -> Prefer
     )
 
 
-def row_order(config: Config, rows: PreferenceRows) -> RowOrder | BlendOrder:
-    """Return the order in which steps read the rows."""
-    batch, seed, shuffle = config.train.global_batch, config.run.seed, config.data.shuffle
-    if config.data.blend:
-        weights = tuple(config.data.blend.values())
-        return BlendOrder(rows.counts, weights, batch, seed, shuffle)
-    return RowOrder(len(rows), batch, seed, shuffle)
-
-
 def open_rows(config: Config, dataset: PreferenceDataset, numbers: Sequence[int]) -> PreferenceRows:
     """Return these rows of a dataset, packed if `data.pack` is set.
 
@@ -174,8 +164,9 @@ def open_rows(config: Config, dataset: PreferenceDataset, numbers: Sequence[int]
         )
     members = _pack(config, dataset, lengths)
     row_lengths = tuple(sum(lengths[number] for number in row) for row in members)
-    counts = (len(members),)
-    return PreferenceRows(dataset, members, counts, row_lengths, limit, dropped, num_truncated)
+    return PreferenceRows(
+        dataset, members, (len(members),), row_lengths, limit, dropped, num_truncated
+    )
 
 
 def _pack(

@@ -8,11 +8,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 
-from msrl.config.schema import Config
-from msrl.data.order import BlendOrder, RowOrder
 from msrl.plan.derived import PreferencePlan, preference_plan
 from msrl.plan.run_plan import RunPlan
-from msrl.platforms.base import Platform
 from msrl.registry import own
 from msrl.tracking.plots import CURVES
 from msrl.trainer.objective.preference import PreferenceLoss
@@ -33,7 +30,7 @@ from msrl.workflows.preference.reference import (
     no_reference,
     on_the_fly,
 )
-from msrl.workflows.preference.rows import PreferenceRows, checked_rows, row_order
+from msrl.workflows.preference.rows import PreferenceRows, checked_rows
 from msrl.workflows.training import supervised
 from msrl.workflows.training.data_checks import check_reference_tokenizer
 from msrl.workflows.training.session import TrainingSession
@@ -57,15 +54,6 @@ def run(plan: RunPlan) -> None:
     supervised.run(plan, PreferenceTask(plan))
 
 
-def prepare(plan: RunPlan, platform: Platform) -> PreferenceSetup:
-    """Check everything that can be checked before ranks start and return the setup of the run.
-
-    Raises:
-        MsrlError: The configuration, the data or the checkpoint is invalid.
-    """
-    return supervised.prepare(plan, platform, PreferenceTask(plan))
-
-
 class PreferenceTask(SupervisedTask[PreferenceRows]):
     """Training on pairs or labeled answers."""
 
@@ -78,9 +66,6 @@ class PreferenceTask(SupervisedTask[PreferenceRows]):
     def open_rows(self, plan: RunPlan) -> tuple[PreferenceRows, PreferenceRows | None]:
         check_reference_tokenizer(plan)
         return checked_rows(plan, self._loss.data, reads_margins=self._loss.reads_margins)
-
-    def order(self, config: Config, rows: PreferenceRows) -> RowOrder | BlendOrder:
-        return row_order(config, rows)
 
     def begin(self, job: PreferenceSetup, session: TrainingSession) -> None:
         """Read or compute the reference's log-probabilities, if they are precomputed."""

@@ -14,9 +14,7 @@ from functools import partial
 import numpy as np
 
 from msrl.algorithms.packing import Sequences
-from msrl.config.schema import Config
 from msrl.data.dataset import StepDataset
-from msrl.data.order import BlendOrder, RowOrder
 from msrl.data.rows.steps import reward_token_ids
 from msrl.data.tokenizer import open_tokenizer
 from msrl.errors import MsrlError
@@ -28,7 +26,7 @@ from msrl.types import Floats, Ints, RenderedExample, StepReport
 from msrl.workflows.sft.batches import Batch, make_batch
 from msrl.workflows.sft.rows import MixedRows
 from msrl.workflows.sft.run import check_and_note, check_dataset, data_prefixes
-from msrl.workflows.sft.setup import ExampleRows, example_rows, row_order
+from msrl.workflows.sft.setup import ExampleRows, example_rows
 from msrl.workflows.training.supervised import (
     HeldOutEvaluator,
     SupervisedSetup,
@@ -56,9 +54,6 @@ class StepTask(SupervisedTask[ExampleRows]):
         num_examples = max(_most_examples(rows) for rows in (train, held_out or train))
         check_and_note(plan.config, train, held_out, num_added=num_examples)
         return train, held_out
-
-    def order(self, config: Config, rows: ExampleRows) -> RowOrder | BlendOrder:
-        return row_order(config, rows)
 
     def steps(self, job: StepSetup, trainers: TrainerGroup) -> StepRewardSteps:
         return StepRewardSteps(job, trainers)

@@ -35,6 +35,10 @@ class Rows:
         return len(self.members)
 
     @property
+    def num_rows(self) -> tuple[int, ...]:
+        return (len(self),)
+
+    @property
     def longest(self) -> int:
         """Tokens of the longest row."""
         return max(self.lengths)

@@ -8,14 +8,12 @@ from functools import partial
 
 from msrl.config.schema import Config
 from msrl.data.dataset import SftDataset, TextDataset
-from msrl.data.order import BlendOrder, RowOrder
 from msrl.plan.run_plan import RunPlan
-from msrl.platforms.base import Platform
 from msrl.tracking.plots import CURVES
 from msrl.trainer.objective.requests import UpdateRequest
 from msrl.types import StepReport
 from msrl.workflows.sft.batches import LOSS, held_out_metrics, make_batch, with_aggregation
-from msrl.workflows.sft.setup import SftRows, SftSetup, check_lengths, row_order, training_rows
+from msrl.workflows.sft.setup import SftRows, SftSetup, check_lengths, training_rows
 from msrl.workflows.sft.text_rows import weights_by_name
 from msrl.workflows.training import supervised
 from msrl.workflows.training.data_checks import check_data, verify_data
@@ -32,15 +30,6 @@ def run(plan: RunPlan) -> None:
     supervised.run(plan, SftTask())
 
 
-def prepare(plan: RunPlan, platform: Platform) -> SftSetup:
-    """Check everything that can be checked before ranks start and return the setup of the run.
-
-    Raises:
-        MsrlError: The configuration, the data or the checkpoint is invalid.
-    """
-    return supervised.prepare(plan, platform, SftTask())
-
-
 class SftTask(SupervisedTask[SftRows]):
     """Training on examples or text."""
 
@@ -48,9 +37,6 @@ class SftTask(SupervisedTask[SftRows]):
 
     def open_rows(self, plan: RunPlan) -> tuple[SftRows, SftRows | None]:
         return _checked_rows(plan)
-
-    def order(self, config: Config, rows: SftRows) -> RowOrder | BlendOrder:
-        return row_order(config, rows)
 
     def steps(self, job: SftSetup, trainers: TrainerGroup) -> SftSteps:
         return SftSteps(job, trainers)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from msrl.config.schema import Config
 from msrl.data.dataset import SftDataset, check_templates
-from msrl.data.order import BlendOrder, RowOrder
 from msrl.plan.run_plan import RunPlan
 from msrl.workflows.sft.rows import MixedRows, Rows, open_rows, split_rows
 from msrl.workflows.sft.text_rows import TextRows, open_text, weights_by_name
@@ -38,15 +37,6 @@ def example_rows(
     if evaluated:
         return train, open_rows(config, evaluated)
     return train, open_rows(config, dataset, held_out) if held_out else None
-
-
-def row_order(config: Config, rows: SftRows) -> RowOrder | BlendOrder:
-    """Return the order in which steps read the rows."""
-    batch, seed, shuffle = config.train.global_batch, config.run.seed, config.data.shuffle
-    if isinstance(rows, TextRows | MixedRows):
-        weights = tuple(weights_by_name(config).values())
-        return BlendOrder(rows.num_rows, weights, batch, seed, shuffle)
-    return RowOrder(len(rows), batch, seed, shuffle)
 
 
 def check_lengths(config: Config, prefix: str, rows: SftRows, num_added: int = 0) -> None:

@@ -48,6 +48,11 @@ class RowSource(Protocol):
     def __len__(self) -> int: ...
 
     @property
+    def num_rows(self) -> tuple[int, ...]:
+        """Number of rows of each dataset, one after the other."""
+        ...
+
+    @property
     def longest(self) -> int:
         """Tokens of the longest row."""
         ...
@@ -110,7 +115,8 @@ class HeldOutEvaluator:
 
     def is_due(self, step: int) -> bool:
         """Return True every `eval.every_steps` steps and after the last step."""
-        return is_evaluation_due(self._job.config, step, self._job.num_steps)
+        every = self._job.config.eval.every_steps
+        return (every is not None and step % every == 0) or step == self._job.num_steps
 
     def evaluate(self, report: StepReport) -> StepReport:
         """Compute the metrics; return the report of the step with them."""
@@ -142,10 +148,6 @@ class SupervisedTask(ABC, Generic[RowsT]):
         Raises:
             MsrlError: They do not fit the model or the configuration.
         """
-
-    @abstractmethod
-    def order(self, config: Config, rows: RowsT) -> RowOrder | BlendOrder:
-        """Return the order in which steps read the rows."""
 
     def settings(self, plan: RunPlan, platform: Platform) -> RankSettings:
         """Return the settings of the training ranks."""
@@ -229,7 +231,7 @@ def prepare(
             f"{start_step} already. Raise train.steps to"
             " resume."
         )
-    order, rates = task.order(config, train), schedule(config, num_steps)
+    order, rates = row_order(config, train), schedule(config, num_steps)
     state = {**order_state(order), **resume_checks.checked_values(plan, rates)}
     if resume:
         check_order(resume, order, rows_per_step="train.global_batch")
@@ -251,10 +253,14 @@ def prepare(
     )
 
 
-def is_evaluation_due(config: Config, step: int, num_steps: int) -> bool:
-    """Return True every `eval.every_steps` steps and after the last step."""
-    every = config.eval.every_steps
-    return (every is not None and step % every == 0) or step == num_steps
+def row_order(config: Config, rows: RowSource) -> RowOrder | BlendOrder:
+    """Return the order in which steps read the rows. Text is always read as a blend."""
+    data = config.data
+    batch, seed, shuffle = config.train.global_batch, config.run.seed, data.shuffle
+    if data.blend or data.handler == "pretrain":
+        weights = tuple(data.blend.values()) or (1.0,)
+        return BlendOrder(rows.num_rows, weights, batch, seed, shuffle)
+    return RowOrder(len(rows), batch, seed, shuffle)
 
 
 def step_report(
