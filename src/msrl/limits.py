@@ -6,6 +6,7 @@ import contextlib
 import re
 import resource
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -92,6 +93,11 @@ def printable(text: str) -> str:
 def print_line(text: str) -> None:
     """Print a line that may contain names and values of foreign files."""
     print(printable(text), flush=True)
+
+
+def print_note(text: str) -> None:
+    """Print a line on standard error, which is no part of the output."""
+    print(printable(text), file=sys.stderr, flush=True)
 
 
 def require_open_files() -> None:

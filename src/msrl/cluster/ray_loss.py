@@ -11,7 +11,6 @@ import contextlib
 import os
 import signal
 import socket
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -20,7 +19,7 @@ from msrl import temporary
 from msrl.cluster import state
 from msrl.cluster.probe import Address
 from msrl.errors import ProcessFailedError
-from msrl.limits import printable
+from msrl.limits import print_note
 
 # Processes without which Ray cannot work, and their names in messages.
 _CORE = {"gcs_server": "Ray's control store (gcs_server)", "raylet": "Ray's node (raylet)"}
@@ -80,7 +79,7 @@ def _end(error: RayLostError, clean: Callable[[], None]) -> None:
     """Print the message of the run and end this process, whose other threads may be blocked."""
     try:
         text = _describe[-1](error) if _describe else str(error)
-        print(printable(text), file=sys.stderr, flush=True)
+        print_note(text)
         clean()
     finally:
         os._exit(1)

@@ -13,7 +13,6 @@ import os
 import secrets
 import shutil
 import signal
-import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
@@ -41,6 +40,7 @@ from msrl.cluster.ray_process import (
 )
 from msrl.cluster.waiting import Watch, WorkerTimeoutError
 from msrl.errors import MsrlError, VerificationError
+from msrl.limits import print_note
 from msrl.processes import trees
 from msrl.temporary import ProcessRecord
 
@@ -195,10 +195,8 @@ class Session:
         self._print_waiting(placement, remaining_s)
 
     def _print_waiting(self, placement: Placement, remaining_s: float) -> None:
-        print(
-            f"Waiting for devices, for {remaining_s:.0f} s more: {self._shortage(placement)}",
-            file=sys.stderr,
-            flush=True,
+        print_note(
+            f"Waiting for devices, for {remaining_s:.0f} s more: {self._shortage(placement)}"
         )
 
     def start(

@@ -11,7 +11,6 @@ import contextlib
 import gc
 import logging
 import os
-import sys
 import tempfile
 import warnings
 from collections.abc import Callable, Generator, Iterable, Sequence
@@ -24,7 +23,7 @@ import numpy as np
 
 from msrl import temporary
 from msrl.errors import MsrlError, RunFailedError
-from msrl.limits import printable
+from msrl.limits import print_note, printable
 from msrl.models.families import load_shape
 from msrl.platforms import bind_stores, share_gloo_devices
 from msrl.platforms._quiet import quiet_processes  # no import of its package: it is a main module
@@ -450,7 +449,7 @@ def _prepare_environment(platform: Platform, settings: EngineSettings) -> None:
         os.environ.setdefault(_COMPILED, cache)
     for override in platform.engine_overrides(os.environ):
         change = f"{override.name}={os.environ[override.name]}: the engine uses {override.value!r}"
-        print(f"{change}, because {override.reason}.", file=sys.stderr, flush=True)
+        print_note(f"{change}, because {override.reason}.")
         if override.value:
             os.environ[override.name] = override.value
         else:  # vllm-ascend 0.23 appends settings to an empty value, which torch_npu cannot parse

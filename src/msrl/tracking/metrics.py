@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 from collections.abc import Iterator
 from datetime import datetime, timezone
 from pathlib import Path
@@ -18,6 +17,7 @@ from pydantic_core import to_json
 
 from msrl.errors import MALFORMED, MsrlError
 from msrl.files import atomic_write, write_text
+from msrl.limits import print_note
 from msrl.types import StepReport
 
 FILE_NAME = "metrics.jsonl"
@@ -62,7 +62,7 @@ class MetricsWriter:
         with atomic_write(self.path) as temporary:
             temporary.write_bytes(contents)
         self._file = self.path.open("ab+")
-        print(f"{self.path}: was removed during the run; restored it", file=sys.stderr)
+        print_note(f"{self.path}: was removed during the run; restored it")
 
     def close(self) -> None:
         if not self._file.closed and not self._is_in_place():

@@ -18,6 +18,7 @@ from msrl.cluster.session import NodeStatus, ray_session
 from msrl.cluster.state import NodeRecord
 from msrl.config.schema import Config
 from msrl.errors import MsrlError
+from msrl.limits import print_note
 from msrl.types import JsonObject
 
 _NOTE_EVERY_S = 5.0
@@ -108,10 +109,8 @@ def _wait_for_machines(record: NodeRecord, count: int, timeout_s: float) -> None
                     "(cluster.wait_for_nodes_s). The cluster is up; join the others, or end it "
                     "with msrl cluster down."
                 )
-            print(
-                f"{joined} of {count} machines have joined, waiting for {remaining_s:.0f} s more",
-                file=sys.stderr,
-                flush=True,
+            print_note(
+                f"{joined} of {count} machines have joined, waiting for {remaining_s:.0f} s more"
             )
             time.sleep(min(_NOTE_EVERY_S, remaining_s))
     print(f"All {count} machines have joined")
@@ -149,11 +148,9 @@ def join(
 
 
 def _print_no_head(address: str, remaining_s: float) -> None:
-    print(
+    print_note(
         f"Waiting for the head at {address}, for {remaining_s:.0f} s more "
-        "(cluster.wait_for_nodes_s): it does not answer",
-        file=sys.stderr,
-        flush=True,
+        "(cluster.wait_for_nodes_s): it does not answer"
     )
 
 
@@ -242,7 +239,7 @@ def _confirm(in_use: list[str]) -> None:
     remedy = "Stop the run first (Ctrl-C saves a checkpoint), or pass --force."
     if not sys.stdin.isatty():
         raise MsrlError(f"cluster down: {problem}. {remedy}")
-    print(f"cluster down: {problem}.", file=sys.stderr)
+    print_note(f"cluster down: {problem}.")
     if input("End it anyway? [y/N] ").strip().lower() not in ("y", "yes"):
         raise MsrlError(f"cluster down: nothing was ended. {remedy}")
 

@@ -35,6 +35,7 @@ from msrl.data.tokenize import ALL, TokenizedRows, TokenizeSettings, tokenize_ro
 from msrl.data.tokenizer import TextTokenizer, open_tokenizer, vocab_hash
 from msrl.data.writer import DatasetWriter, check_prefix
 from msrl.errors import MsrlError, nearest
+from msrl.limits import print_note
 from msrl.processes.parent import end_with_parent
 from msrl.registry.own import is_own
 from msrl.types import DatasetManifest
@@ -364,7 +365,7 @@ class PreprocessProgress:
             rows, tokens = writer.counts["read"], writer.counts["tokens"]
             rate = rows / (now - self._start)
             line = f"preprocess: {rows:,} rows, {tokens:,} tokens, {rate:,.0f} rows/s"
-            print(line, file=sys.stderr, flush=True)
+            print_note(line)
 
 
 def _in_order(

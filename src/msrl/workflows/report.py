@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 from msrl.config.loader import Flag, load
 from msrl.config.options import TRAININGS
 from msrl.config.schema import Config
 from msrl.errors import MsrlError
+from msrl.limits import print_note
 from msrl.packages import missing_package
 from msrl.plan.run_plan import RunPlan, checkpoint_folder, resolve
 from msrl.tracking.metrics import read_metrics
@@ -63,7 +63,7 @@ def _final_results(plan: RunPlan, saved: SavedTraining, folder: Path) -> dict[st
         note = missing_package(error)
         if note is None:
             raise
-        print(f"{folder}: its models are not exported. {note}", file=sys.stderr)
+        print_note(f"{folder}: its models are not exported. {note}")
         return checkpoint_results(saved, is_done=True)
 
 

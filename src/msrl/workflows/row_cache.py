@@ -13,7 +13,6 @@ import contextlib
 import hashlib
 import json
 import os
-import sys
 import time
 from collections.abc import Generator, Mapping
 from dataclasses import asdict, replace
@@ -33,7 +32,7 @@ from msrl.data.rows.own_handler import imported_names
 from msrl.data.templates.files import load_template
 from msrl.errors import ManyErrors, MsrlError
 from msrl.files import take_lock, why_not_writable, write_text
-from msrl.limits import printable
+from msrl.limits import print_note
 from msrl.models.paths import config_dir
 from msrl.plan.derived import data_kind
 from msrl.plan.run_plan import DatasetPlan, RunPlan
@@ -137,7 +136,7 @@ def _dataset(plan: RunPlan, name: str, temporary: Path | None) -> DatasetPlan:
         problem = _damage(entry)
         if problem is not None:
             if entry.is_dir():
-                print(f"{name}: preprocessed again: {problem}", file=sys.stderr)
+                print_note(f"{name}: preprocessed again: {problem}")
             entry = temporary or entry
             with owned_folder("msrl-rows-", None if temporary else str(root)) as folder:
                 _write(folder / digest, settings, source)
@@ -149,10 +148,10 @@ def _dataset(plan: RunPlan, name: str, temporary: Path | None) -> DatasetPlan:
     manifest = read_manifest(prefix)
     assert manifest is not None
     for line in _notes(entry, is_kept=entry != temporary):
-        print(printable(line), file=sys.stderr)
+        print_note(line)
     ending = "; from the cache" if problem is None else ""
     line = preprocess.summary(plan.shown_name(name), manifest, time.perf_counter() - start)
-    print(printable(f"{line}{ending}"), file=sys.stderr)
+    print_note(f"{line}{ending}")
     paths = {
         "prefix": prefix,
         "inputs": [str(file.absolute()) for file in files],
@@ -257,7 +256,7 @@ def _lock_entry(root: Path, digest: str) -> Generator[None]:
         is_waiting = False
         while not take_lock(lock):
             if not is_waiting:
-                print("waiting for another run that preprocesses the same rows", file=sys.stderr)
+                print_note("waiting for another run that preprocesses the same rows")
             is_waiting = True
             time.sleep(_POLL_S)
         yield

@@ -5,7 +5,6 @@ T tokens of a sequence, V vocabulary.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
@@ -14,6 +13,7 @@ import numpy as np
 
 from msrl.diagnose.recorder import Recorder, by_layer, decoder_layers, layer_name, layer_output
 from msrl.errors import MsrlError
+from msrl.limits import print_note
 from msrl.models.families import shape_from_config
 from msrl.models.hf_config import HfConfig
 from msrl.models.shape import Shape
@@ -76,7 +76,7 @@ def score(
             "and trainer are compared."
         )
     if not fits_in_memory(source.shape):
-        print("The model does not fit into memory: scoring layer by layer", file=sys.stderr)
+        print_note("The model does not fit into memory: scoring layer by layer")
         logits = layerwise.transformers_logits(source, tokens, rounding)
         return _scores(logits, sequences, sampling, {}, {})
     recorder = Recorder()

@@ -7,7 +7,6 @@ shape. P prompts, n answers per prompt.
 from __future__ import annotations
 
 import json
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -27,7 +26,7 @@ from msrl.data.tokenizer import TextTokenizer, open_tokenizer, vocab_hash
 from msrl.environments.pool import EnvironmentPool
 from msrl.errors import MsrlError
 from msrl.files import digest_of_ends
-from msrl.limits import printable
+from msrl.limits import print_note, printable
 from msrl.models.shape import Shape
 from msrl.plan.run_plan import RunPlan, resolve
 from msrl.platforms.base import Platform
@@ -266,20 +265,20 @@ def run(config: Config) -> None:
         platform = platforms.resolve(config.cluster.platform)
         finished = [model.checkpoint.label for model in setup.models if model.is_finished]
         if finished:
-            _print_note(f"Finished before, not evaluated again: {', '.join(finished)}")
+            print_note(f"Finished before, not evaluated again: {', '.join(finished)}")
         try:
             _evaluate_pending(setup, platform)
         except KeyboardInterrupt:
-            _print_note(
+            print_note(
                 f"Results of finished checkpoints are in {setup.results.folder}. The same command "
                 "evaluates the others"
             )
             raise
     print(printable("\n".join(result_table(setup.results.results))))
     curve = setup.results.plot()
-    _print_note(f"Saved results and samples to {setup.results.folder}")
+    print_note(f"Saved results and samples to {setup.results.folder}")
     if curve is not None:
-        _print_note(f"Saved the curve to {curve}")
+        print_note(f"Saved the curve to {curve}")
 
 
 def _evaluate_pending(setup: EvaluationSetup, platform: Platform) -> None:
@@ -294,10 +293,10 @@ def _evaluate_pending(setup: EvaluationSetup, platform: Platform) -> None:
             result, rows = _evaluate(setup, model, engines.load(model), scorer)
             setup.results.add(result, rows)
             for note in result.notes:
-                _print_note(f"{result.label}: {note}")
+                print_note(f"{result.label}: {note}")
             accuracy = result.metrics.get("pass@1")
             text = "" if accuracy is None else f"pass@1 {accuracy:.1%}, "
-            _print_note(f"{result.label}: {text}{duration_text(result.seconds)}")
+            print_note(f"{result.label}: {text}{duration_text(result.seconds)}")
 
 
 class ResponseSource(Protocol):
@@ -464,7 +463,3 @@ def intervals(
     return {
         name: mean_interval(per_prompt, count, confidence) for name, per_prompt in values.items()
     }
-
-
-def _print_note(text: str) -> None:
-    print(printable(text), file=sys.stderr, flush=True)

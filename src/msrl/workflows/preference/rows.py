@@ -6,7 +6,6 @@ to each other.
 
 from __future__ import annotations
 
-import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ from msrl.config.schema import Config
 from msrl.data.dataset import check_templates
 from msrl.data.preferences import PreferenceDataset, PreferenceMixture, fit
 from msrl.errors import MsrlError
+from msrl.limits import print_note
 from msrl.plan.run_plan import RunPlan
 from msrl.types import RenderedPreference
 from msrl.workflows.sft.rows import split_rows
@@ -209,4 +209,4 @@ def _check_length(config: Config, rows: PreferenceRows, num_added: int) -> None:
 
 def _print_notes(name: str, rows: PreferenceRows) -> None:
     for note in (f"{len(rows)} rows", *rows.notes()):
-        print(f"{name}: {note}", file=sys.stderr)
+        print_note(f"{name}: {note}")

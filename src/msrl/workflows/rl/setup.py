@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from itertools import accumulate
@@ -19,6 +18,7 @@ from msrl.data.dataset import PromptDataset, PromptMixture, check_templates
 from msrl.data.order import BlendOrder, RowOrder
 from msrl.data.tokenizer import TextTokenizer, open_tokenizer
 from msrl.errors import MsrlError
+from msrl.limits import print_note
 from msrl.plan.derived import updates_per_step
 from msrl.plan.run_plan import RunPlan
 from msrl.platforms import resolve
@@ -329,10 +329,9 @@ def _short_prompts(
     if dataset.max_tokens > limit:
         rows = tuple(row for row in rows if len(dataset[row].token_ids) <= limit)
         num_dropped = len(dataset) - len(rows)
-        print(
+        print_note(
             f"{prefix}: dropped {num_dropped} of {len(dataset)} prompts that are longer than "
-            f"rollout.max_prompt_tokens={limit}",
-            file=sys.stderr,
+            f"rollout.max_prompt_tokens={limit}"
         )
     if not rows:
         raise MsrlError(

@@ -15,7 +15,7 @@ from typing import Any
 
 from msrl.errors import MsrlError
 from msrl.files import atomic_write, why_not_writable
-from msrl.limits import printable
+from msrl.limits import print_note, printable
 from msrl.types import Completion, Episode
 
 WriteLines = Callable[[str], None]  # its argument consists of complete lines
@@ -92,9 +92,8 @@ class _RowFile:
             partial = self._output.with_name(f"{self._output.name}.partial")
             self.file.truncate(self._num_bytes)
             self._temporary.replace(partial)
-            print(
-                f"Saved the completed rows to {partial}; {self._output.name} was not written",
-                file=sys.stderr,
+            print_note(
+                f"Saved the completed rows to {partial}; {self._output.name} was not written"
             )
 
 

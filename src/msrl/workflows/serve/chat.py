@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 
 from msrl.config.schema import Config
 from msrl.data.render import Renderer
-from msrl.limits import printable
+from msrl.limits import print_note, printable
 from msrl.rollout.engine import Engine, EngineSettings, Piece, check_stops, sample_seed
 from msrl.types import Conversation, Ints, Message, Prompt, SamplingParams
 from msrl.workflows.engine import (
@@ -331,4 +331,4 @@ def _show(pieces: Iterable[Piece], interrupted: Callable[[], bool]) -> str:
 
 def _print_note(text: str) -> None:
     """Print a note that is not part of the conversation."""
-    print(f"({text})", file=sys.stderr, flush=True)
+    print_note(f"({text})")

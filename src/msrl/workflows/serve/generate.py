@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import sys
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -23,7 +22,7 @@ from msrl.data.files.readers import read_batches
 from msrl.data.render import Renderer, with_system
 from msrl.data.rows.turns import read_turn, tools_text
 from msrl.errors import ManyErrors, MsrlError
-from msrl.limits import printable
+from msrl.limits import print_note
 from msrl.rollout.engine import Engine, EngineSettings, check_stops
 from msrl.rollout.episodes.settings import EpisodeSettings
 from msrl.rollout.runtime.episode_sampler import EpisodeSampler
@@ -127,7 +126,7 @@ def prepare(config: Config) -> GenerateSetup:
         source.hf_dir, section.template, enable_thinking=section.enable_thinking, day=section.date
     )
     if not section.raw and (warning := other_template(source.hf_dir, renderer)):
-        print(printable(warning), file=sys.stderr)
+        print_note(warning)
     check_stops("generate.stop", section.stop, renderer.tokenizer)
     requests = read_requests(section, renderer, has_environment=config.environment.is_on)
     limit = config.rollout.engine.max_model_len or source.shape.max_position_embeddings
@@ -371,7 +370,7 @@ def _print_summary(groups: Sequence[RolloutGroup], seconds: float) -> None:
     notes = [f"{num_truncated} reached their length limit"] if num_truncated else []
     notes += [episodes] if episodes else []
     text = "; ".join([f"{len(completions)} {noun}, {num_tokens} tokens in {seconds:.1f} s", *notes])
-    print(f"Generated {text}", file=sys.stderr)
+    print_note(f"Generated {text}")
 
 
 def _formatter(section: GenerateConfig, output: Path | None) -> Formatter:

@@ -13,12 +13,11 @@ import hashlib
 import json
 import os
 import shutil
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from msrl.errors import MsrlError
-from msrl.limits import printable
+from msrl.limits import print_note
 from msrl.tracking.progress import amount_text, progress
 
 if TYPE_CHECKING:
@@ -61,7 +60,7 @@ def is_usable(folder: Path) -> bool:
         return _is_complete(folder)
     except MsrlError as error:
         line = f"{folder}: the cached conversion is damaged ({error})"
-        print(printable(line), file=sys.stderr)
+        print_note(line)
         return False
 
 
@@ -97,4 +96,4 @@ def convert(source: WeightSource, load: Path, folder: Path) -> None:
         write_hf(source, folder, None, bar.advance)
     size = amount_text(num_bytes, "B")
     line = f"Converted {load} to {folder} ({size}), where the next start finds it"
-    print(printable(line), file=sys.stderr)
+    print_note(line)

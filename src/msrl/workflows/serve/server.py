@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -16,7 +15,7 @@ from msrl import platforms, temporary
 from msrl.config.schema import Config
 from msrl.data.chat_template import chat_template
 from msrl.data.render import Renderer
-from msrl.limits import printable
+from msrl.limits import print_note, printable
 from msrl.rollout.engine import EngineSettings
 from msrl.rollout.server import ServerSettings, server_command, server_environment
 from msrl.rollout.server_access import free_port, read_api_key, server_url
@@ -63,7 +62,7 @@ def prepare(config: Config) -> ServeSetup:
     check_engine(config, _engine_settings(config, model))
     renderer = choose_renderer(model.tokenizer_dir, section.template, day=section.date)
     if warning := other_template(model.tokenizer_dir, renderer):
-        _print_note(warning)
+        print_note(warning)
     renderer.prompt(Conversation((Message("user", "?"),)))
     parser = tool_parser(renderer) if section.tools is None else section.tools
     key, source = read_api_key(section.api_key_file) or (None, "")
@@ -109,7 +108,7 @@ def run(config: Config) -> None:
             settings = _server_settings(setup, folder)
             command = server_command(settings, platform)
             environment = server_environment(settings, platform, os.environ, setup.api_key)
-            _print_note(f"Loading {model.load} with vLLM")
+            print_note(f"Loading {model.load} with vLLM")
             run_server(
                 command,
                 environment,
@@ -156,7 +155,3 @@ def _print_ready(setup: ServeSetup, settings: ServerSettings) -> None:
     url = server_url(settings.host, settings.port)
     key = f" with the API key from {setup.key_source}" if setup.api_key else ""
     print(printable(f"Serving {names} at {url}/v1{key} (Ctrl-C stops the server)"), flush=True)
-
-
-def _print_note(text: str) -> None:
-    print(printable(text), file=sys.stderr, flush=True)

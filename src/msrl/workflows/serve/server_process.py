@@ -7,7 +7,6 @@ import os
 import re
 import signal
 import subprocess
-import sys
 import threading
 import time
 from collections import deque
@@ -17,7 +16,7 @@ from pathlib import Path
 from msrl import temporary
 from msrl.errors import MsrlError, RunFailedError
 from msrl.http_requests import is_healthy
-from msrl.limits import printable
+from msrl.limits import print_note
 from msrl.processes import trees
 from msrl.temporary import ProcessRecord
 
@@ -135,7 +134,7 @@ class _Output:
             text = line.rstrip("\n")
             self.lines.append(text)
             if self._is_shown and not self._engine.ended:
-                print(printable(text), file=sys.stderr, flush=True)
+                print_note(text)
 
 
 @contextlib.contextmanager
@@ -160,7 +159,7 @@ def _running(
             process.terminate()
             process.wait(_END_S)
         except subprocess.TimeoutExpired:
-            print(f"The server did not end within {_END_S:g} s and is killed", file=sys.stderr)
+            print_note(f"The server did not end within {_END_S:g} s and is killed")
         finally:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from functools import partial
 
 from msrl.config.schema import Config
 from msrl.data.dataset import SftDataset, TextDataset
+from msrl.limits import print_note
 from msrl.plan.run_plan import RunPlan
 from msrl.tracking.plots import CURVES
 from msrl.trainer.objective.requests import UpdateRequest
@@ -108,9 +108,7 @@ def check_and_note(
         name = config.data.eval or f"the held-out part of {prefixes}"
         check_lengths(config, name, held_out, num_added)
         if config.data.eval is None:
-            print(
-                f"held out: {len(held_out)} of {len(train) + len(held_out)} rows", file=sys.stderr
-            )
+            print_note(f"held out: {len(held_out)} of {len(train) + len(held_out)} rows")
     _print_notes("data.train", train, config)
     if held_out is not None:
         _print_notes("held out", held_out, config)
@@ -118,4 +116,4 @@ def check_and_note(
 
 def _print_notes(name: str, rows: SftRows, config: Config) -> None:
     for note in rows.notes(config.data.seq_length):
-        print(f"{name}: {note}", file=sys.stderr)
+        print_note(f"{name}: {note}")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from functools import cache
 from pathlib import Path
 
@@ -12,6 +11,7 @@ from msrl.data.integrity import recorded_bytes, refuse_damaged
 from msrl.data.preferences import PreferenceDataset
 from msrl.data.tokenizer import open_tokenizer, tokenizer_hash
 from msrl.errors import MsrlError
+from msrl.limits import print_note
 from msrl.plan.run_plan import RunPlan
 from msrl.tracking.progress import progress
 from msrl.types import DatasetManifest
@@ -117,10 +117,9 @@ def _refuse_other_tokenizer(manifest: DatasetManifest, plan: RunPlan, prefix: st
     except MsrlError:
         if plan.config.model.tokenizer is not None:
             raise
-        print(
+        print_note(
             f"warning: {folder} has no tokenizer, so {prefix} could not be compared with it, and "
-            "`generate` and `chat` cannot use the result. Set model.tokenizer.",
-            file=sys.stderr,
+            "`generate` and `chat` cannot use the result. Set model.tokenizer."
         )
         return
     if manifest.tokenizer_hash != model_hash:
@@ -164,10 +163,9 @@ def check_reference_tokenizer(plan: RunPlan) -> None:
     hashes = {folder: _hash_or_none(folder) for folder in folders}
     for folder, number in hashes.items():
         if number is None:
-            print(
+            print_note(
                 f"warning: {folder} has no tokenizer, so those of reference and policy could not "
-                "be compared.",
-                file=sys.stderr,
+                "be compared."
             )
             return
     if len(set(hashes.values())) > 1:

@@ -5,12 +5,11 @@ Each file is read once, on this machine.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from msrl.limits import printable
+from msrl.limits import print_note
 from msrl.tracking.progress import progress
 
 if TYPE_CHECKING:
@@ -42,7 +41,7 @@ def verify_files(checks: list[FileCheck]) -> None:
     for folder in sorted({check.folder for check in checks}):
         if folder.suffix in UNVERIFIED:
             line = f"{folder}: was not verified after its conversion. Convert it again."
-            print(printable(line), file=sys.stderr)
+            print_note(line)
     num_bytes = sum(check.num_bytes for check in checks)
     if num_bytes < SHOWN_BYTES:
         refuse_damaged(checks)

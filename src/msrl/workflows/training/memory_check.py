@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import dataclass, replace
 from typing import Literal
 
 from msrl.config.sections.train import TrainConfig
 from msrl.errors import MsrlError
+from msrl.limits import print_note
 from msrl.memory.estimate import Memory, bytes_text, table, training_memory, with_engine
 from msrl.plan.run_plan import RunPlan
 from msrl.platforms.base import Platform
@@ -155,7 +155,7 @@ def check_memory(plan: RunPlan, platform: Platform, *, longest: int | None = Non
     message = f"memory: {memory_fit.head}; {remedy} (the fullest device: {usage})"
     if memory_fit.level == "wrong" and not platform.shares_main_memory:
         raise MsrlError(message)
-    print(f"warning: {message}", file=sys.stderr)
+    print_note(f"warning: {message}")
 
 
 def finding(memory_fit: Fit, train: TrainConfig) -> tuple[Literal["ok", "note", "wrong"], str, str]:

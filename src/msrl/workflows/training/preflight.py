@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 from msrl.config.messages import written
 from msrl.config.schema import Config
 from msrl.errors import ManyErrors, MsrlError
 from msrl.hub import is_without_weights
-from msrl.limits import printable
+from msrl.limits import print_note
 from msrl.models.families import all_rules
 from msrl.models.hf_config import read_hf_config
 from msrl.models.select import is_layer
@@ -71,7 +70,7 @@ def _warn_about_generation(plan: RunPlan, platform: Platform) -> None:
         check_model(read_hf_config(plan.model.hf_dir), plan.shape, platform)
     except MsrlError as error:
         text = f"{error} train-grpo, generate, chat, serve and eval will refuse this model here."
-        print(printable(f"warning: {text}"), file=sys.stderr)
+        print_note(f"warning: {text}")
 
 
 def check_run_folder(config: Config) -> None:

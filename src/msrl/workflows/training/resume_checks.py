@@ -7,7 +7,6 @@ learning rate schedule may change; a change is reported.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -19,6 +18,7 @@ from msrl.config.schema import Config
 from msrl.data.manifest import fingerprint
 from msrl.errors import MsrlError
 from msrl.files import digest_of_ends
+from msrl.limits import print_note
 from msrl.models.shape import Shape
 from msrl.plan.derived import preference_plan
 from msrl.plan.run_plan import RunPlan
@@ -144,20 +144,18 @@ def report_schedule(saved: SavedTraining | None, schedule: Schedule, next_update
     if schedule.warmup_updates + schedule.decay_updates > schedule.num_updates:
         phases = "warm-up and decay take" if schedule.decay_updates else "warm-up takes"
         last = f"its last learning rate is {schedule.at(schedule.num_updates - 1):.1e}"
-        print(
+        print_note(
             f"train.optimizer: {phases} more than the {schedule.num_updates} updates of this "
-            f"run; {last}",
-            file=sys.stderr,
+            f"run; {last}"
         )
     before = saved.state()["extra"].get("remembered") if saved else None
     if before is None:
         return
     was, now = Schedule(**before["schedule"]).at(next_update), schedule.at(next_update)
     if was != now:
-        print(
+        print_note(
             f"The learning rate schedule has changed: the next update uses {now:.2e} instead of "
-            f"{was:.2e}",
-            file=sys.stderr,
+            f"{was:.2e}"
         )
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shlex
-import sys
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
@@ -16,7 +15,7 @@ from msrl.config.own_files import own_digests
 from msrl.config.schema import Config
 from msrl.config.secrets import recorded, redacted
 from msrl.errors import MsrlError, ProcessFailedError, RunFailedError, VerificationError
-from msrl.limits import printable
+from msrl.limits import print_note, printable
 from msrl.plan.run_plan import checkpoint_folder
 from msrl.processes.unreported_end import UnreportedEnd
 from msrl.tracking.console import StepConsole
@@ -141,10 +140,9 @@ class RunLog:
         if resumed_step is not None:
             remove_after(self.path, resumed_step)
         if metrics.num_dropped:
-            print(
+            print_note(
                 f"{metrics.path}: dropped {metrics.num_dropped} steps that are repeated after the "
-                "resume",
-                file=sys.stderr,
+                "resume"
             )
         self.has_reports = bool(read_metrics(self.path))  # of an earlier attempt of this run
         console = StepConsole(self._num_steps, every_steps=self._config.log.every_steps)
@@ -166,7 +164,7 @@ class RunLog:
 
     def note(self, text: str) -> None:
         """Print a line on standard error, without secrets of the configuration."""
-        print(printable(redacted(text, self._config)), file=sys.stderr, flush=True)
+        print_note(redacted(text, self._config))
 
     def show_stage(self, step: int, stage: str = "") -> None:
         """Show the running step and its stage until the next call; step 0 shows nothing."""

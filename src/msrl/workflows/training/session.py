@@ -7,7 +7,6 @@ and writes the report. SFT and GRPO run their steps in it.
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,6 +14,7 @@ from typing import Any, Protocol
 
 from msrl.errors import ProcessFailedError
 from msrl.files import write_text
+from msrl.limits import print_note
 from msrl.plan.run_plan import RunPlan
 from msrl.rewards.failures import RewardSourceError
 from msrl.tracking.log_file import SAVED
@@ -234,7 +234,7 @@ class TrainingSession:
     def _add_saved(self, checkpoints: Sequence[SavedTraining]) -> None:
         """Report checkpoints that are now complete."""
         for saved in checkpoints:
-            print(SAVED.format(step=saved.step, folder=saved.root), file=sys.stderr)
+            print_note(SAVED.format(step=saved.step, folder=saved.root))
             self._saved = saved
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -13,6 +12,7 @@ from msrl.config.schema import Config
 from msrl.config.sections.train import OffloadConfig, ParallelConfig
 from msrl.data.order import BlendOrder, RowOrder
 from msrl.errors import MsrlError
+from msrl.limits import print_note
 from msrl.models.shape import Shape
 from msrl.plan.derived import critic_optimizer, layout_from, updates_per_step
 from msrl.plan.roles import SeparateModel
@@ -109,7 +109,7 @@ def checkpoint_to_resume(config: Config, root: Path) -> SavedTraining | None:
     """
     saved, notes = resume_from(config.checkpoint.resume, root)
     for note in notes:
-        print(note, file=sys.stderr, flush=True)
+        print_note(note)
     return saved
 
 

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import json
 import re
-import sys
 from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from msrl.data.tokenizer import open_tokenizer
 from msrl.errors import MsrlError
+from msrl.limits import print_note
 from msrl.packages import missing_package
 from msrl.workflows.view.recorded import is_folder
 
@@ -78,7 +78,7 @@ def open_pieces(folders: Iterable[Path]) -> TokenPieces | None:
                 note = missing_package(error)
                 if note is None:
                     raise
-                print(f"pages show tokens by their numbers. {note}", file=sys.stderr)
+                print_note(f"pages show tokens by their numbers. {note}")
                 return None
     return None
 

@@ -19,7 +19,7 @@ from urllib.parse import parse_qs, unquote, urlsplit
 from pydantic import BaseModel, Field
 
 from msrl.errors import MsrlError
-from msrl.limits import printable, whole_number
+from msrl.limits import print_note, whole_number
 from msrl.tracking.run import write_notes
 from msrl.workflows.view.build import View
 
@@ -203,4 +203,4 @@ def _update_forever(view: View) -> None:
         try:
             view.update()
         except MsrlError as error:  # a file that the run is writing is complete later
-            print(printable(str(error)), file=sys.stderr, flush=True)
+            print_note(str(error))
