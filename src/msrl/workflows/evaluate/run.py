@@ -36,7 +36,7 @@ from msrl.rollout.engine import EngineSettings, check_stops
 from msrl.rollout.episodes.settings import EpisodeSettings
 from msrl.rollout.runtime.episode_sampler import EpisodeSampler
 from msrl.tracking.progress import duration_text, progress
-from msrl.types import Ints, Prompt, RolloutGroup, SamplingParams
+from msrl.types import Prompt, RolloutGroup, SamplingParams
 from msrl.workflows.engine import (
     check_engine,
     engine_settings,
@@ -56,11 +56,11 @@ from msrl.workflows.evaluate.results import Result, ResultFolder, result_table
 from msrl.workflows.rl.evaluation import (
     eval_sampling,
     evaluation_metrics,
-    judge,
     verdicts_by_tag,
 )
 from msrl.workflows.rl.setup import eval_prompts
 from msrl.workflows.rollout_log import RolloutLog
+from msrl.workflows.scoring import make_judge, make_scorer
 from msrl.workflows.training.interrupts import EndAtOnce
 from msrl.workflows.training.resume_checks import weights_digest
 
@@ -287,7 +287,7 @@ def _evaluate_pending(setup: EvaluationSetup, platform: Platform) -> None:
     with (
         running_pool(setup.episodes) as pool,
         _Engines(setup, pool) as engines,
-        _scorer(setup, platform) as scorer,
+        make_scorer(setup.models[0].plan, setup.tokenizer, platform) as scorer,
     ):
         for model in setup.pending:
             result, rows = _evaluate(setup, model, engines.load(model), scorer)
@@ -374,27 +374,12 @@ def _engine_settings(
     return replace(settings, tokenizer_dir=plan.tokenizer_dir)
 
 
-def _scorer(setup: EvaluationSetup, platform: Platform) -> Scorer:
-    def prompt_text(token_ids: Ints) -> str:
-        text = setup.tokenizer.backend.decode(token_ids.tolist(), skip_special_tokens=False)
-        return str(text)
-
-    environment = setup.config.environment
-    return Scorer(
-        [Source.of(section) for section in setup.config.reward.sources],
-        num_workers=max(1, min(8, platform.device_count())),
-        prompt_text=prompt_text,
-        read_config=setup.models[0].plan.hf_config,
-        environment_weight=environment.reward_weight if environment.is_on else None,
-    )
-
-
 def _evaluate(
     setup: EvaluationSetup, model: EvaluatedModel, sampler: ResponseSource, scorer: Scorer
 ) -> tuple[Result, list[dict[str, object]]]:
     """Return the result of one checkpoint, and a row for each of its responses."""
     started = time.perf_counter()
-    checkpoint, referee = model.checkpoint, judge(setup.config)
+    checkpoint, referee = model.checkpoint, make_judge(setup.config)
     scores = _score_all(setup, checkpoint, sampler, scorer)
     verdicts = referee.verdicts(scores.groups)
     result = Result(

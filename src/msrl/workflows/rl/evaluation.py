@@ -10,7 +10,7 @@ import time
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import numpy as np
 
@@ -18,15 +18,13 @@ from msrl.algorithms.pass_at_k import depths, pass_at_k
 from msrl.algorithms.rollout_arrays import group_arrays
 from msrl.config.schema import Config
 from msrl.plan.derived import eval_response_tokens, samples_per_step
-from msrl.rewards.score import Scorer, Scores, Source
+from msrl.rewards.score import Scorer, Scores
 from msrl.rewards.sources import TAG
-from msrl.rewards.verdicts import Judge
 from msrl.types import Prompt, RolloutGroup, SamplingParams, ScoredGroup, StepReport
 from msrl.workflows.episodes.metrics import episode_metrics
-
-if TYPE_CHECKING:  # `msrl view` imports this module without torch
-    from msrl.workflows.rl.setup import RLSetup
-    from msrl.workflows.rollout_log import RolloutLog
+from msrl.workflows.rl.setup import RLSetup
+from msrl.workflows.rollout_log import RolloutLog
+from msrl.workflows.scoring import make_judge
 
 _SEED = 0x6576616C  # added to run.seed, so that evaluations and rollouts have different streams
 
@@ -57,7 +55,7 @@ class RolloutEvaluator:
     def __init__(self, job: RLSetup, engines: Sampler, scorer: Scorer, log: RolloutLog) -> None:
         self._job, self._engines, self._scorer, self._log = job, engines, scorer, log
         self._section = job.config.eval
-        self._judge = judge(job.config)
+        self._judge = make_judge(job.config)
         self._sampling = eval_sampling(job.config, job.sampling)
 
     def is_due(self, step: int) -> bool:
@@ -120,12 +118,6 @@ class RolloutEvaluator:
         self._engines.onload()  # reward models on the ranks take the device's memory
         groups = self._engines.generate(prompts, self._sampling, policy_version=step)
         return self._scorer.score(groups)
-
-
-def judge(config: Config) -> Judge:
-    """Return the judge of right and wrong answers of a configuration."""
-    sources = tuple(Source.of(section) for section in config.reward.sources)
-    return Judge(sources, config.eval.source, config.eval.right_from)
 
 
 def eval_sampling(config: Config, rollouts: SamplingParams) -> SamplingParams:

@@ -10,7 +10,6 @@ from msrl.tracking.plots import plot_distributions
 from msrl.tracking.rollouts import LoggedValues
 from msrl.trainer.objective.batches import num_loss_tokens
 from msrl.types import StepReport
-from msrl.workflows.rl.evaluation import judge
 from msrl.workflows.rl.logprob_gap import GapMonitor
 from msrl.workflows.rl.model_groups import ModelGroups
 from msrl.workflows.rl.rollouts import StepRollouts
@@ -19,6 +18,7 @@ from msrl.workflows.rl.step import Clock, step_metrics
 from msrl.workflows.rl.token_values import TokenValues
 from msrl.workflows.rl.update.batches import PreparedStep
 from msrl.workflows.rollout_log import RolloutLog
+from msrl.workflows.scoring import make_judge
 from msrl.workflows.training.mfu import mfu
 from msrl.workflows.training.session import TrainingSession
 
@@ -34,7 +34,7 @@ class Recorder:
             job.tokenizer,
             is_on=log.save_rollouts,
             format=log.rollouts,
-            judge=judge(config),
+            judge=make_judge(config),
         )
         self._token_values = TokenValues(config, trainers, self.rollouts, session.note)
         has_one_update = updates_per_step(config) == 1 and not is_async

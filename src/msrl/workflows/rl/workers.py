@@ -12,7 +12,7 @@ from msrl.cluster.ports import Ports
 from msrl.cluster.session import PlacedWorkers, Session, ray_session
 from msrl.cluster.state import tls_files
 from msrl.plan.run_plan import run_folder
-from msrl.rewards.score import Scorer, Source
+from msrl.rewards.score import Scorer
 from msrl.rollout.engine import is_eager
 from msrl.tracking.run import RAY_LOGS
 from msrl.types import Ints
@@ -22,10 +22,9 @@ from msrl.workflows.rl.rollout_actor import RolloutActor
 from msrl.workflows.rl.setup import RLSetup, numbered_engine_settings
 from msrl.workflows.rl.teacher_servers import TeacherServers
 from msrl.workflows.rl.weight_transfer import WeightTransfer, connect
+from msrl.workflows.scoring import make_scorer
 from msrl.workflows.training.restarts import Restarts
-from msrl.workflows.training.settings import (
-    rank_settings,
-)
+from msrl.workflows.training.settings import rank_settings
 from msrl.workflows.training.trainers import ray_ranks, save_plan
 from msrl.workflows.training.transport.ray_actors import RayWorkers
 
@@ -48,7 +47,7 @@ def start_workers(job: RLSetup, teachers: TeacherServers, restarts: Restarts) ->
     """Start all workers in a Ray cluster, the configured or a new one; stop them at the end."""
     cluster, platform = job.config.cluster, job.platform
     with ExitStack() as stack:
-        scorer = stack.enter_context(_scorer(job))
+        scorer = stack.enter_context(make_scorer(job.plan, job.tokenizer, platform))
         session = stack.enter_context(
             ray_session(
                 cluster.address,
@@ -154,24 +153,3 @@ def _rank_scores(
     if not trainers.has_separate("reward"):
         engines.offload()
     return trainers.scores(name, token_ids, batch)
-
-
-def _scorer(job: RLSetup) -> Scorer:
-    """Return the scorer of the configured sources.
-
-    Servers and models get prompts as the policy sees them, special tokens included.
-    """
-
-    def prompt_text(token_ids: Ints) -> str:
-        return job.tokenizer.backend.decode(token_ids.tolist(), skip_special_tokens=False)
-
-    sources = [Source.of(section) for section in job.config.reward.sources]
-    environment = job.config.environment
-    return Scorer(
-        sources,
-        num_workers=max(1, min(8, job.platform.device_count())),
-        prompt_text=prompt_text,
-        read_config=job.plan.hf_config,
-        environment_weight=environment.reward_weight if environment.is_on else None,
-        is_optional=job.plan.is_distillation,
-    )

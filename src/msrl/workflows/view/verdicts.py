@@ -14,7 +14,7 @@ from msrl.rewards.sources import TAG
 from msrl.rewards.verdicts import Judge
 from msrl.tracking.run import CONFIG
 from msrl.types import Prompt
-from msrl.workflows.rl.evaluation import judge
+from msrl.workflows.scoring import make_judge
 from msrl.workflows.view.samples import ViewSample
 
 
@@ -22,7 +22,7 @@ class Verdicts:
     """Judge of the samples of a run. Without a readable configuration, it knows no verdict."""
 
     def __init__(self, config: Config | None) -> None:
-        self._judge: Judge | None = None if config is None else judge(config)
+        self._judge: Judge | None = None if config is None else make_judge(config)
         self._labels: dict[str, str | None] = {}
 
     def verdict(self, sample: ViewSample, *, is_reported: bool = False) -> bool | None:
