@@ -274,6 +274,7 @@ class ModelReplica:
         # In place of Megatron's scheduler: the driver computes the rate of every update.
         for group in self.optimizer.param_groups:
             group["lr"] = lr
+        self._check_gradients()
         # The parts of MegatronOptimizer.step (0.16.1), with the guard between norm and update.
         self.optimizer.prepare_grads()
         # Without a limit too: the norm is a metric, and shows whether the gradient is finite.
@@ -284,6 +285,20 @@ class ModelReplica:
             self.optimizer.step_with_ready_grads()
             self.host.offload("optimizer")
         return grad_norm, is_skipped
+
+    def _check_gradients(self) -> None:
+        """Stop if a gradient did not get from its parameter to Megatron's buffer.
+
+        Megatron moves each gradient in a hook of torch's accumulator, which torch replaces if a
+        parameter's `data` gets another dtype or device. The parameter would then stay as it is.
+        """
+        lost = [
+            name
+            for chunk in self.wrapped or ()
+            for name, parameter in chunk.named_parameters()
+            if parameter.grad is not None
+        ]
+        assert not lost, f"{len(lost)} gradients did not reach the optimizer, {lost[0]} first"
 
     def run(
         self,

@@ -50,25 +50,33 @@ def _widen_output(_module: nn.Module, _inputs: object, output: Tensor) -> Tensor
 
 
 class _WidenedModule:
-    """A module whose floating-point parameters are float32 while it runs."""
+    """A module whose floating-point parameters are replaced by float32 copies while it runs.
+
+    The parameters themselves are not touched: if their `data` gets another dtype, torch drops the
+    node that accumulates their gradients, and with it the hooks through which Megatron collects
+    gradients.
+    """
 
     def __init__(self, module: nn.Module) -> None:
-        self._parameters = [each for each in module.parameters() if each.is_floating_point()]
-        self._narrow = list[Tensor]()
+        self._parameters = [
+            (owner, name, parameter)
+            for owner in module.modules()
+            for name, parameter in owner.named_parameters(recurse=False)
+            if parameter.is_floating_point()
+        ]
         self._handles = [
             module.register_forward_pre_hook(self._widen),
             module.register_forward_hook(self._restore, always_call=True),
         ]
 
     def _widen(self, *_: object) -> None:
-        self._narrow = [each.data for each in self._parameters]
-        for each in self._parameters:
-            each.data = each.data.float()
+        for owner, name, narrow in self._parameters:
+            copy = nn.Parameter(narrow.detach().float(), requires_grad=narrow.requires_grad)
+            owner.register_parameter(name, copy)
 
     def _restore(self, *_: object) -> None:
-        for each, narrow in zip(self._parameters, self._narrow, strict=False):
-            each.data = narrow
-        self._narrow = []
+        for owner, name, narrow in self._parameters:
+            owner.register_parameter(name, narrow)
 
     def end(self) -> None:
         """Remove the hooks."""

@@ -124,6 +124,13 @@ def test_a_pass_in_float32_agrees_with_transformers_and_changes_nothing(
     assert result.is_unchanged
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_a_pass_in_float32_takes_no_gradients_from_later_updates(
+    name: str, results: dict[str, Result]
+) -> None:
+    assert results[name].grad_norm == pytest.approx(results[name].norm_before, rel=1e-5)
+
+
 @pytest.mark.parametrize("name", ["untied", "untied chunked", "tied"])
 def test_a_float32_output_layer_has_no_larger_error(
     name: str, results: dict[str, Result], expected: dict[str, np.ndarray]

@@ -54,6 +54,7 @@ class Result:
         is_unchanged: True if a pass in float32 leaves weights and later passes as they were.
         loss: Loss of an update.
         grad_norm: Norm of its gradient.
+        norm_before: The same before any pass in float32.
     """
 
     name: str
@@ -65,6 +66,7 @@ class Result:
     is_unchanged: bool
     loss: float
     grad_norm: float
+    norm_before: float
 
 
 def main(context: RankContext, cases: list[Case]) -> None:
@@ -100,6 +102,8 @@ def _measure(rank: TrainingRank, case: Case) -> Result | None:
     from msrl.trainer.objective.losses import SftLoss
 
     policy, batch = rank.policy, first_batch(rank.policy.sequence_multiple)
+    request = UpdateRequest(SftLoss(), 1e-9, divisor=num_loss_tokens(sequences(0)))
+    norm_before = rank.update([batch], request)["grad_norm"]
     products = _products(policy, batch)
     weights = {name: each.detach().clone() for name, each in named_weights(policy.model).items()}
     plain, wide, again = (
@@ -108,7 +112,6 @@ def _measure(rank: TrainingRank, case: Case) -> Result | None:
     is_unchanged = all(
         torch.equal(weights[name], each) for name, each in named_weights(policy.model).items()
     )
-    request = UpdateRequest(SftLoss(), 1e-9, divisor=num_loss_tokens(sequences(0)))
     report = rank.update([batch], request)
     if not policy.position.is_last_stage:
         return None
@@ -120,6 +123,7 @@ def _measure(rank: TrainingRank, case: Case) -> Result | None:
         is_unchanged and np.array_equal(plain, again),
         report["loss"],
         report["grad_norm"],
+        norm_before,
     )
 
 

@@ -539,6 +539,23 @@ def test_the_exported_model_is_the_last_policy(whole, inputs, tmp_path):
     )
 
 
+def test_every_weight_of_a_bfloat16_policy_learns_although_its_rounding_is_measured(inputs):
+    from safetensors.torch import load_file
+
+    changes = settings(inputs, "bfloat16", "untied", checkpoint={"export_hf": True})
+    changes["model"]["dtype"] = "bfloat16"
+    changes["train"] |= {"steps": 1, "optimizer": {"lr": 0.05}}  # more than bfloat16 rounds
+    file = write_config(inputs / "bfloat16.yaml", changes)
+    succeed("train-grpo", "-c", str(file), log=inputs / "bfloat16.log")
+    run = inputs / "runs" / "bfloat16"
+    assert (run / "rounding.json").exists()
+    start, last = (
+        load_file(folder / "model.safetensors") for folder in (inputs / "untied", run / "hf")
+    )
+    kept = [name for name in start if torch.equal(start[name].bfloat16(), last[name].bfloat16())]
+    assert not kept
+
+
 @torch.no_grad()
 def test_an_evaluation_has_the_greedy_answers_of_the_policy_of_its_step(
     interrupted, inputs, tmp_path
