@@ -26,7 +26,6 @@ def check_algorithm(resolved: Resolved) -> Iterator[str]:
         (LOSSES, algo.policy_loss, "policy_loss"),
     )
     yield from plugins.check_options(resolved, "algo.options", *both)
-    yield from plugins.check_ranges(resolved, "algo.options", *both)
     yield from _estimator(resolved)
     yield from _loss(resolved)
     yield from _one_advantage(resolved)

@@ -27,7 +27,6 @@ def check_distill(resolved: Resolved) -> Iterator[str]:
         return
     plugin = (DIVERGENCES, distill.divergence, "divergence")
     yield from plugins.check_options(resolved, "algo.distill.options", plugin)
-    yield from plugins.check_ranges(resolved, "algo.distill.options", plugin)
     if not distill.coef:
         yield resolved.mistake(
             "algo.distill.coef", "disables the term, but there are teachers. Remove one of them."

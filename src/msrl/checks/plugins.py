@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Iterator, Mapping
 
 from msrl import registry
 from msrl.config.effects import ROLLOUTS
@@ -10,36 +10,28 @@ from msrl.config.loader import Resolved
 from msrl.config.unsupported import not_yet
 from msrl.errors import nearest
 from msrl.registry import own
-from msrl.registry.declarations import declaration
+from msrl.registry.declarations import Declaration, declaration
 
 
-def check_plugin_name(
-    resolved: Resolved, key: str, package: str, name: str, aliases: Iterable[str] = ()
-) -> Iterator[str]:
+def check_plugin_name(resolved: Resolved, key: str, package: str, name: str) -> Iterator[str]:
     """Check that a package has a plugin with this name."""
     if package in registry.MAIN_FUNCTIONS and own.is_own(name):
         if problem := own.mistake(name):
             yield resolved.mistake(key, problem)
-    elif name not in (*registry.names(package), *aliases):
-        yield resolved.mistake(
-            key, not_yet(key, name) or registry.no_plugin(package, name, aliases)
-        )
+    elif name not in registry.names(package):
+        yield resolved.mistake(key, not_yet(key, name) or registry.no_plugin(package, name))
 
 
-def check_options(
-    resolved: Resolved, key: str, *plugins: tuple[str, str, str], own: Collection[str] = ()
-) -> Iterator[str]:
+def check_options(resolved: Resolved, key: str, *plugins: tuple[str, str, str]) -> Iterator[str]:
     """Check the options under `key` against plugins, given as (package, name, main function).
 
-    Options in `own` are set by another key and count as unknown. Plugins are not imported.
+    Plugins are not imported.
     """
     options: dict[str, object] = resolved.value(key)
     if not options:
         return
     declared = [(declaration(package, name, key=key), main) for package, name, main in plugins]
-    known = sorted(
-        {option for plugin, main in declared for option in plugin.options(main)} - set(own)
-    )
+    known = sorted({option for plugin, main in declared for option in plugin.options(main)})
     for option in options:
         if option not in known:
             choices = nearest(option, known) if known else "the plugins have no options"
@@ -50,22 +42,22 @@ def check_options(
         }
         for option, message in plugin.wrong_values(main, values).items():
             yield resolved.mistake(f"{key}.{option}", message)
+        yield from _check_ranges(resolved, key, options, plugin)
 
 
-def check_ranges(resolved: Resolved, key: str, *plugins: tuple[str, str, str]) -> Iterator[str]:
-    """Check numbers under `key` against the `OPTION_RANGES` of plugins.
+def _check_ranges(
+    resolved: Resolved, key: str, options: Mapping[str, object], plugin: Declaration
+) -> Iterator[str]:
+    """Check numbers under `key` against the `OPTION_RANGES` of a plugin.
 
     A range is a lower bound, which is excluded, and an upper bound, which is included, or None.
     """
-    options: dict[str, object] = resolved.value(key) or {}
-    for package, name, _ in plugins:
-        ranges = declaration(package, name, key=key).constant("OPTION_RANGES", {})
-        for option, (low, high) in ranges.items():
-            value = options.get(option)
-            if not isinstance(value, int | float) or isinstance(value, bool):
-                continue
-            if value <= low or (high is not None and value > high):
-                yield resolved.mistake(f"{key}.{option}", _range_text(low, high))
+    for option, (low, high) in plugin.constant("OPTION_RANGES", {}).items():
+        value = options.get(option)
+        if not isinstance(value, int | float) or isinstance(value, bool):
+            continue
+        if value <= low or (high is not None and value > high):
+            yield resolved.mistake(f"{key}.{option}", _range_text(low, high))
 
 
 def _range_text(low: float, high: float | None) -> str:

@@ -28,7 +28,6 @@ def check_preference(resolved: Resolved, plan: RunPlan) -> Iterator[str]:
     plugin = (PREFERENCES, loss.name, "preference_loss")
     yield from check_kind(resolved, plan, loss.data, _REMEDIES[loss.data])
     yield from plugins.check_options(resolved, "algo.preference.options", plugin)
-    yield from plugins.check_ranges(resolved, "algo.preference.options", plugin)
     if loss.options.get("form") == "hinge" and loss.options.get("label_smoothing"):
         yield resolved.mistake(
             "algo.preference.options.label_smoothing", "has no effect with form=hinge. Remove it."

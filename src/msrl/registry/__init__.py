@@ -10,7 +10,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any, cast, get_type_hints
@@ -58,13 +58,13 @@ def folder(package: str) -> Path:
     return Path(msrl.__file__).parent.joinpath(*package.split(".")[1:])
 
 
-def no_plugin(package: str, name: str, aliases: Iterable[str] = ()) -> str:
+def no_plugin(package: str, name: str) -> str:
     """Return the error message about an unknown plugin, with similar names.
 
     A package may define `SENSES`, synonyms that users try.
     """
     senses: Mapping[str, Sequence[str]] = getattr(importlib.import_module(package), "SENSES", {})
-    hint = nearest(name, [*names(package), *aliases], senses)
+    hint = nearest(name, names(package), senses)
     return f"there is no such plugin in {package.removeprefix('msrl.')}; {hint}"
 
 
