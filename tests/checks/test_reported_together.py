@@ -16,6 +16,8 @@ model: {path: nomodel, tokenizer: notokenizer}
 data: {train: norows, eval: noeval}
 train: {steps: ten, lora: {rank: 4, load: noadapter}, foo: 3}
 checkpoint: {load: nocheckpoint}
+modle: [1, {a: 2}]
+7: 3
 """
 GRPO = """
 model: {path: nomodel}
@@ -27,7 +29,7 @@ environment: {path: "noroom.py:Room"}
 # Words of a command, and what its one message names: paths, and what the schema refuses.
 COMMANDS: Mapping[str, tuple[str, ...]] = {
     "train-sft -c sft.yaml": (
-        "train.steps=ten", "train.foo=3", "nomodel", "notokenizer", "norows", "noeval", "noadapter",
+        "train.steps=ten", "train.foo=3", "modle=", "7=3", "nomodel", "notokenizer", "norows", "noeval", "noadapter",
         "nocheckpoint",
     ),
     "train-grpo -c grpo.yaml": (

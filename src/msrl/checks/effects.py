@@ -52,9 +52,14 @@ def _is_in(key: str, sections: tuple[str, ...]) -> bool:
 
 
 def _key_of_field(name: str) -> str:
-    """Return the key of the list or mapping that a value belongs to, or the key itself."""
+    """Return the key of the list or mapping that a value belongs to, or the key itself.
+
+    Of a value in an unknown section, which another message reports, it is the section.
+    """
     key = name
     while key_facts(_unnumbered(key)) is None or key.rpartition(".")[2].isdigit():
+        if "." not in key:
+            break
         key = key.rpartition(".")[0]
     return key
 
