@@ -9,6 +9,9 @@ from pathlib import Path
 from typing import Any
 
 
+MAX_ERRORS = 100  # that a message lists
+
+
 class MsrlError(Exception):
     """Error in the user's input or environment. The command exits with code 2.
 
@@ -17,11 +20,13 @@ class MsrlError(Exception):
 
 
 class ManyErrors(MsrlError):  # noqa: N818 - the name is established
-    """Several errors of one pass. Each is one line of the message."""
+    """Several errors of one pass. Each is one line of the message, which lists the first ones."""
 
     def __init__(self, messages: Sequence[str]) -> None:
         self.messages = tuple(messages)
-        super().__init__("\n".join(self.messages))
+        num_more = len(self.messages) - MAX_ERRORS
+        end = [f"{num_more:,} more errors"] if num_more > 0 else []
+        super().__init__("\n".join([*self.messages[:MAX_ERRORS], *end]))
 
     def __reduce__(self) -> tuple[type[ManyErrors], tuple[tuple[str, ...]]]:
         """Pickle the messages, so that the error can be sent from a worker.

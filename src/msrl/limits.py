@@ -23,6 +23,8 @@ _TIMER = (signal.ITIMER_REAL, signal.SIGALRM)
 _CPU_TIMER = (signal.ITIMER_VIRTUAL, signal.SIGVTALRM)
 _DIGITS = re.compile("[0-9]{1,18}")
 _OPEN_FILES = 65_536
+_MAX_LINES = 400  # of an error message
+_MAX_LINE = 4000  # characters
 # All control characters but tab and line feed, C1 included, and direction overrides.
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
 
@@ -88,6 +90,18 @@ def printable(text: str) -> str:
     if text.isprintable():  # faster than the expression, and true of most lines
         return text
     return _CONTROL.sub(lambda match: ascii(match[0])[1:-1], text)
+
+
+def shortened(text: str) -> str:
+    """Return an error message with names and values of foreign files, which may be of any size."""
+    lines = text.splitlines()
+    half = _MAX_LINE // 2
+    shown = [
+        line if len(line) <= _MAX_LINE else f"{line[:half]} ... {line[-half:]}"
+        for line in lines[:_MAX_LINES]
+    ]
+    num_more = len(lines) - len(shown)
+    return "\n".join([*shown, *([f"{num_more:,} more lines"] if num_more else [])])
 
 
 def print_line(text: str) -> None:

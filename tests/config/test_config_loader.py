@@ -8,14 +8,14 @@ import pytest
 import yaml
 
 from msrl.cli.configuration import load_configuration as load
-from msrl.config import interpolate, messages, sources
+from msrl.config import sources
 from msrl.config.loader import Flag, InvalidConfigError
 from msrl.config.schema import Config, RewardSource
 from msrl.config.sections.general import LogConfig
 from msrl.config.show import to_yaml
 from msrl.config.sources import merge, packaged_names, parse, plain, scalar
 from msrl.config.unsupported import NOT_YET, NOT_YET_VALUES
-from msrl.errors import ManyErrors, MsrlError
+from msrl.errors import MAX_ERRORS, ManyErrors, MsrlError
 from support import assert_each_mentions, assert_mentions, mentions
 
 
@@ -288,19 +288,22 @@ def test_all_errors_of_a_configuration_are_reported_at_once(folder: Path):
     )
 
 
-def test_many_errors_are_reported_up_to_a_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """The message of each error compares its name with all keys."""
-    monkeypatch.setattr(messages, "MAX_ERRORS", 3)
-    monkeypatch.setattr(interpolate, "_MAX_HINTS", 1)
-    file = tmp_path / "a.yaml"
-    lines = [f"  x{number}: 1" for number in range(9)]
-    file.write_text("\n".join(["run:", "  name: ${run.nme}", "  dir: ${run.nme}", *lines]))
+@pytest.mark.parametrize(
+    "item", ["nmae{}: 1", "x{}: '${{run.nme}} {}'"], ids=["keys", "references"]
+)
+def test_many_errors_are_listed_up_to_a_limit(tmp_path: Path, item: str):
+    """Suggestions, which compare a name with all keys, are made for listed errors only."""
+    file, count = tmp_path / "a.yaml", MAX_ERRORS + 7
+    lines = [f"  {item.format(number, 'x' * 500)}" for number in range(count)]
+    file.write_text("\n".join(["run:", *lines]))
     with pytest.raises(ManyErrors) as caught:
         load([str(file)])
-    unknown, *errors, rest = caught.value.messages[0], *caught.value.messages[2:]
-    assert "did you mean" in unknown and "did you mean" not in caught.value.messages[1]
-    assert_each_mentions(errors, *((f"run.x{number}",) for number in range(3)))
-    assert_mentions(rest, "6", "more")
+    *first, last = str(caught.value).splitlines()
+    assert len(caught.value.messages) == count and len(first) == MAX_ERRORS
+    assert_each_mentions(first, *((f"a.yaml:{n + 2}: run.{item[0]}",) for n in range(MAX_ERRORS)))
+    assert "did you mean" in first[0] and max(map(len, first)) < 300
+    assert "did you mean" not in caught.value.messages[-1]
+    assert_mentions(last, "7", "more")
 
 
 def test_several_texts_and_errors_of_one_section_are_found_together(tmp_path: Path):

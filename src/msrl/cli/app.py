@@ -29,7 +29,7 @@ from msrl.cli import (
 from msrl.cli.help import Command, Group, examples
 from msrl.errors import MsrlError, ProcessFailedError, RunFailedError, VerificationError
 from msrl.files import FULL_DISK
-from msrl.limits import printable
+from msrl.limits import printable, shortened
 from msrl.packages import missing_package
 
 STACK = (
@@ -158,7 +158,8 @@ def main() -> None:
     try:
         app(prog_name="msrl")
     except (MsrlError, VerificationError) as error:
-        typer.echo(printable(str(error)), err=True)
+        text = shortened(str(error)) if isinstance(error, MsrlError) else str(error)
+        typer.echo(printable(text), err=True)
         sys.exit(2 if isinstance(error, MsrlError) else 1)
     except ModuleNotFoundError as error:
         message = missing_package(error)

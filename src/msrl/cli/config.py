@@ -163,7 +163,7 @@ def import_(
     """
     from pathlib import Path
 
-    from msrl.errors import ManyErrors
+    from msrl.errors import ManyErrors, MsrlError
     from msrl.files import write_text
     from msrl.importers.command import native_yaml, report, translate_arguments
     from msrl.workflows.import_config import next_commands, validate
@@ -177,7 +177,7 @@ def import_(
         typer.echo(printable(f"before a run: {line}"), err=True)
     if validation.errors:
         last = f"{output or 'the configuration'}: not written, because of the errors above."
-        raise ManyErrors([*validation.errors, last])
+        raise MsrlError(f"{ManyErrors(validation.errors)}\n{last}")
     if output is None:
         typer.echo(native_yaml(translation), nl=False)
     else:

@@ -12,16 +12,17 @@ import re
 from collections.abc import Mapping
 from dataclasses import replace
 
+from msrl.config.messages import written
 from msrl.config.sources import Node, Origin, scalar
-from msrl.errors import MsrlError, nearest
+from msrl.errors import MsrlError, did_you_mean, similar
 from msrl.limits import whole_number
 
 _REFERENCE = re.compile(r"\$\$\{|\$\{([^{}]*)\}")
 _VARIABLE = re.compile(r"\$\{env:([^{}]*)\}")
 _MAX_VALUES = 20_000  # that references insert
 _MAX_CHARS = 10_000_000
+_MAX_HINTS = 10
 _MAX_LEVELS = 50  # of references to values with references
-_MAX_HINTS = 100
 MIN_SECRET = 6  # shorter values are not replaced in texts
 _RESOLVED_BY_SENDER = re.compile(
     r"\.headers\.[^.]+$|^reward\.sources\.\d+\.url$|^algo\.distill\.teachers\.\d+\.(url|api_key)$"
@@ -194,8 +195,8 @@ class Interpolation:
     def _hint(self, name: str) -> str:
         """Return a hint for an unknown key: only for the first ones, since it takes time."""
         self._num_unknown += 1
-        is_slow = self._num_unknown > _MAX_HINTS
-        return "" if is_slow else f"; {nearest(name, _paths(self.tree))}"
+        close = similar(name, _paths(self.tree)) if self._num_unknown <= _MAX_HINTS else []
+        return f"; {did_you_mean(close)}" if close else ""
 
     def _environment(self, node: Node, name: str, path: str) -> Node | None:
         text = self.environment.get(name)
@@ -206,7 +207,7 @@ class Interpolation:
 
     def _fail(self, node: Node, path: str, message: str, *, nested: bool = False) -> None:
         """Record an error at its own location only, not for every value that refers to it."""
-        line = f"{node.origin}: {path}={node.value}: {message}"
+        line = f"{node.origin}: {path}={written(node.value)}: {message}"
         if nested or len(self._open) == 1:
             self._origins[line] = node.origin
 

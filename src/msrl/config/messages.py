@@ -14,21 +14,23 @@ from msrl.config.schema import Config
 from msrl.config.show import flow
 from msrl.config.sources import Node, printable_value
 from msrl.config.unsupported import RENAMED, not_yet
-from msrl.errors import did_you_mean, similar, validation_problem
+from msrl.errors import MAX_ERRORS, did_you_mean, similar, validation_problem
 
 Loc = tuple[int | str, ...]
-MAX_ERRORS = 200  # messages of one configuration; each compares a name with all keys
 
 
 def error_lines(error: ValidationError, tree: Node) -> list[str]:
-    """Return one message per key with an error, sorted by file and line: the first `MAX_ERRORS`."""
+    """Return one message per key with an error, sorted by file and line.
+
+    Only those that are listed suggest another key, since that compares a name with all keys.
+    """
     errors: dict[Loc, list[Mapping[str, Any]]] = {}
     for details in error.errors(include_url=False):
         loc = details["loc"] if details["type"] == "missing" else _within(details["loc"], tree)
         errors.setdefault(loc, []).append(details)
     locs = sorted(errors, key=lambda loc: _position(loc, tree))
     lines = [_line(loc, errors[loc], tree) for loc in locs[:MAX_ERRORS]]
-    return lines if len(lines) == len(locs) else [*lines, f"{len(locs) - len(lines):,} more errors"]
+    return [*lines, *(f"{'.'.join(map(str, loc))}: is not valid" for loc in locs[MAX_ERRORS:])]
 
 
 def _position(loc: Loc, tree: Node) -> tuple[str, int]:
