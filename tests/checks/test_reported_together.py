@@ -29,8 +29,8 @@ environment: {path: "noroom.py:Room"}
 # Words of a command, and what its one message names: paths, and what the schema refuses.
 COMMANDS: Mapping[str, tuple[str, ...]] = {
     "train-sft -c sft.yaml": (
-        "train.steps=ten", "train.foo=3", "modle=", "7=3", "nomodel", "notokenizer", "norows", "noeval", "noadapter",
-        "nocheckpoint",
+        "train.steps=ten", "train.foo=3", "modle=", "7=3", "nomodel", "notokenizer", "norows",
+        "noeval", "noadapter", "nocheckpoint",
     ),
     "train-grpo -c grpo.yaml": (
         "samples_per_prompt=x", "sources.1.foo=1", "nomodel", "norows", "nofile.py", "noroom.py",
