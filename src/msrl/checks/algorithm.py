@@ -37,11 +37,6 @@ def check_algorithm(resolved: Resolved) -> Iterator[str]:
     yield from check_aggregate(resolved)
     if algo.mask.difficulty is not None and algo.mask.difficulty[0] >= algo.mask.difficulty[1]:
         yield resolved.mistake("algo.mask.difficulty", "the first number must be below the second")
-    if algo.mask.equal_groups and resolved.config.rollout.samples_per_prompt < 2:
-        yield resolved.mistake(
-            "algo.mask.equal_groups",
-            "compares the samples of a prompt. Set rollout.samples_per_prompt to 2 or more.",
-        )
 
 
 def check_sft_aggregate(resolved: Resolved) -> Iterator[str]:

@@ -59,17 +59,6 @@ def _reward_steps(resolved: Resolved) -> Iterator[str]:
             "reward.overlong.buffer",
             f"must be at most rollout.max_response_tokens={rollout.max_response_tokens}",
         )
-    for key in ("center", "scale"):
-        if getattr(reward.norm, key) == "group" and rollout.samples_per_prompt < 2:
-            yield resolved.mistake(
-                f"reward.norm.{key}",
-                "compares the samples of a prompt. Set rollout.samples_per_prompt to 2 or more.",
-            )
     clip = reward.norm.clip
     if clip is not None and clip[0] >= clip[1]:
         yield resolved.mistake("reward.norm.clip", "must be [low, high] with low below high")
-    if reward.length.coef and rollout.samples_per_prompt < 2:
-        yield resolved.mistake(
-            "reward.length.coef",
-            "compares the samples of a prompt. Set rollout.samples_per_prompt to 2 or more.",
-        )

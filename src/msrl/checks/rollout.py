@@ -1,4 +1,4 @@
-"""Checks of `rollout.sampling`, `rollout.filter` and `rollout.weights`."""
+"""Checks of the `rollout` section."""
 
 from __future__ import annotations
 
@@ -42,17 +42,31 @@ def check_grpo_temperatures(resolved: Resolved) -> Iterator[str]:
     yield from check_temperature(resolved, "eval.sampling.temperature")
 
 
+def check_group_size(resolved: Resolved) -> Iterator[str]:
+    """Yield a line for each setting that compares the samples of a prompt if there is only one."""
+    config = resolved.config
+    if config.rollout.samples_per_prompt > 1:
+        return
+    for key, compares in (
+        ("algo.mask.equal_groups", config.algo.mask.equal_groups),
+        ("reward.length.coef", config.reward.length.coef),
+        ("reward.norm.center", config.reward.norm.center == "group"),
+        ("reward.norm.scale", config.reward.norm.scale == "group"),
+        ("rollout.filter.kind", config.rollout.filter.kind not in ("none", "mean")),
+    ):
+        if compares:
+            yield resolved.mistake(
+                key,
+                "compares the samples of a prompt. Set rollout.samples_per_prompt to 2 or more.",
+            )
+
+
 def check_rollout_filter(resolved: Resolved) -> Iterator[str]:
     """Yield a line for each invalid setting of the filter, and for each one that has no effect."""
     section = resolved.config.rollout.filter
     if section.kind == "none":
         return
     yield from _check_bounds(resolved)
-    if section.kind != "mean" and resolved.config.rollout.samples_per_prompt < 2:
-        yield resolved.mistake(
-            "rollout.filter.kind",
-            "compares the samples of a prompt. Set rollout.samples_per_prompt to 2 or more.",
-        )
     known = [sources.Source.of(source).label for source in resolved.config.reward.sources]
     if section.source is not None and section.source not in known:
         yield resolved.mistake(

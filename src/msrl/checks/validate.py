@@ -38,6 +38,7 @@ from msrl.checks.preference import check_preference, check_reward_model
 from msrl.checks.rewards import check_rewards
 from msrl.checks.roles import check_critic, check_roles
 from msrl.checks.rollout import (
+    check_group_size,
     check_grpo_temperatures,
     check_rollout_filter,
     check_weight_transfer,
@@ -206,6 +207,7 @@ CHECKS: dict[str, tuple[Check, ...]] = {
         check_old_logprobs,
         check_async,
         check_environment,
+        check_group_size,
         check_rollout_filter,
         check_weight_transfer,
         check_grpo_temperatures,
@@ -218,6 +220,7 @@ CHECKS: dict[str, tuple[Check, ...]] = {
         check_distill,
         check_train_distill,
         check_environment,
+        check_group_size,
         check_weight_transfer,
         check_grpo_temperatures,
         check_grpo_batches,
