@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from config_inputs import make_mcore, make_model, make_working_folder
+from config_inputs import make_configs, make_mcore, make_model, make_working_folder
+from mixture_families import QWEN3_MOE
 from msrl.checks.validate import find_errors
 from msrl.cli.configuration import load_configuration as load
 from msrl.cluster.placement import NodePlan, Role, plan
@@ -23,6 +24,7 @@ from support import assert_mentions
 
 KL = "algo.kl.loss.coef=0.1"
 JUDGE = "reward.sources=[{verifier: acc}, {model: judge, engine: megatron, name: judge}]"
+MOE_SCORES = {"architectures": ["Qwen3MoeForSequenceClassification"], "id2label": {"0": "LABEL_0"}}
 SCORES = {"architectures": ["Qwen2ForSequenceClassification"], "id2label": {"0": "LABEL_0"}}
 
 
@@ -300,3 +302,13 @@ def test_models_on_separate_devices_leave_the_memory_of_training(folder: Path) -
     assert 0 < separate.separate["reference"] < shared.reference
     assert separate.training == shared.training - shared.reference - shared.engine
     assert separate.generating == shared.engine
+
+
+def test_a_shared_reward_model_with_experts_needs_sp_unless_the_policy_has_it(folder: Path) -> None:
+    make_configs(folder, {"scorer": {**QWEN3_MOE, **MOE_SCORES}, "mixture": QWEN3_MOE})
+    source = "reward.sources=[{model: scorer, engine: megatron}]"
+    sets = ("cluster.devices_per_node=2", "train.parallel.tp=2", source)
+    (line,) = mistakes("train.parallel.sp", *sets)
+    assert_mentions(line, "reward.sources.0.model=scorer", "experts")
+    assert not mistakes("train.parallel.sp", *sets, "train.parallel.sp=true")
+    assert not mistakes("train.parallel.sp", *sets, "model.path=mixture")

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from msrl.checks.roles import check_shared_layout
 from msrl.config.loader import Resolved
 from msrl.models.paths import runs_on_ranks
-from msrl.plan.context import layout_problems
 from msrl.plan.run_plan import RunPlan
 from msrl.rewards import sources
 
@@ -39,17 +39,7 @@ def _rank_models(resolved: Resolved, plan: RunPlan) -> Iterator[str]:
             continue  # the check of the source reports it
         if plan.separate_model("reward") is not None:
             continue  # the check of the role compares its layout
-        if shape.moe is not None and plan.layout.tp > 1 and not resolved.config.train.parallel.sp:
-            yield resolved.mistake(
-                f"reward.sources.{number}.model",
-                "has experts, which need train.parallel.sp with train.parallel.tp above 1. "
-                "Set train.parallel.sp to true.",
-            )
-        for field, message in layout_problems(plan.train.parallel, shape):
-            yield resolved.mistake(
-                f"reward.sources.{number}.model",
-                f"has the parallel layout of the policy: train.parallel.{field} {message}",
-            )
+        yield from check_shared_layout(resolved, f"reward.sources.{number}.model", plan, shape)
 
 
 def _reward_steps(resolved: Resolved) -> Iterator[str]:

@@ -173,13 +173,14 @@ def check_fit(
             f"up to {longest.tokens}",
         )
     if is_on_ranks:
-        yield from _layout(resolved, key, plan, model)
+        yield from check_shared_layout(resolved, key, plan, shape)
 
 
-def _layout(resolved: Resolved, key: str, plan: RunPlan, model: ModelPlan) -> Iterator[str]:
+def check_shared_layout(resolved: Resolved, key: str, plan: RunPlan, shape: Shape) -> Iterator[str]:
     """Check that a model on the training ranks fits the layout of the policy."""
-    shape, policy = model.require_shape(), plan.shape
-    is_sequence_parallel = plan.train.parallel.sp or policy.moe is not None
+    policy = plan.shape_or_none
+    is_mixture = policy is not None and policy.moe is not None
+    is_sequence_parallel = plan.train.parallel.sp or is_mixture
     if shape.moe is not None and plan.layout.tp > 1 and not is_sequence_parallel:
         yield resolved.mistake(
             key,
