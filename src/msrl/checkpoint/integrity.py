@@ -96,16 +96,16 @@ class FileCheck:
         )
 
 
-def weight_checks(folder: Path, depth: Depth = "checksums") -> list[FileCheck]:
+def weight_checks(folder: Path) -> list[FileCheck]:
     """Return checks of the weight files that `open_weights` and `read_adapter` load from a folder.
 
     The list is empty if the folder contains no model.
     """
     if (folder / "config.json").is_file():
-        return hf_checks(folder, depth)
+        return hf_checks(folder)
     if (folder / TRACKER).is_file():
-        return mcore_checks(folder, depth=depth)
-    return adapter_checks(folder, depth)
+        return mcore_checks(folder)
+    return adapter_checks(folder)
 
 
 def hf_checks(folder: Path, depth: Depth = "checksums") -> list[FileCheck]:

@@ -141,7 +141,6 @@ def join(
     ports: Ports | None = None,
     tls: TlsFiles | None = None,
     answer_timeout_s: float = 20.0,
-    timeout_s: float = START_TIMEOUT_S,
     note: Callable[[float], None] | None = None,
 ) -> NodeRecord:
     """Start and record a node on this machine that joins the head at `address` (HOST:PORT).
@@ -167,7 +166,7 @@ def join(
         _check_not_joined(own)
         token = state.find_token()
         start = _Start("worker", head, own, devices, platform_resource, None, token, ports, tls)
-        return retry_timeouts(lambda: _start_node(start, timeout_s))
+        return retry_timeouts(lambda: _start_node(start, START_TIMEOUT_S))
 
 
 def check_join(
@@ -424,8 +423,8 @@ def _wait_until_started(supervisor: subprocess.Popen[bytes], log: Path, timeout_
         time.sleep(0.1)
 
 
-def _tail(text: str, num_lines: int = 15) -> str:
-    return "\n".join(f"  {line}" for line in text.strip().splitlines()[-num_lines:]) or "  (none)"
+def _tail(text: str) -> str:
+    return "\n".join(f"  {line}" for line in text.strip().splitlines()[-15:]) or "  (none)"
 
 
 def _reap() -> None:

@@ -250,9 +250,9 @@ def _window(config: HfConfig, default: int) -> int | None:
     return config.count("sliding_window", default)
 
 
-def window_everywhere(config: HfConfig, default: int) -> tuple[int | None, ...]:
+def window_everywhere(config: HfConfig) -> tuple[int | None, ...]:
     """Return Mistral's windows by layer: every layer has `sliding_window`, unless it is null."""
-    window = _window(config, default)
+    window = _window(config, 4096)
     return layer_windows(config, window, tuple(range(config.count("num_hidden_layers"))))
 
 

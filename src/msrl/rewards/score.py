@@ -33,7 +33,7 @@ from msrl.rewards.failures import (
     require_scores,
 )
 from msrl.rewards.models.on_ranks import RankModel
-from msrl.rewards.pool import DEFAULT_MEMORY_BYTES, Call, CallResult, Pool
+from msrl.rewards.pool import Call, CallResult, Pool
 from msrl.rewards.remote import Item
 from msrl.rewards.rows import RowSources, row_columns
 from msrl.rewards.shaping import with_environment, with_neutral_totals
@@ -113,8 +113,6 @@ class Scorer:
     Args:
         sources: Entries of `reward.sources`.
         num_workers: Number of processes for verifiers and functions.
-        memory_bytes: Limit of the address space of each process beyond the size of its loaded
-            functions; 0 disables the limit.
         prompt_text: Function that decodes tokens, with special ones, for servers and models.
         read_config: Function that returns the config.json of a reward model's folder.
         environment_weight: Weight of the rewards of an environment, which makes sources optional;
@@ -130,7 +128,6 @@ class Scorer:
         sources: Sequence[Source],
         num_workers: int,
         *,
-        memory_bytes: int = DEFAULT_MEMORY_BYTES,
         prompt_text: Callable[[Ints], str] | None = None,
         read_config: ReadConfig = read_hf_config,
         environment_weight: float | None = None,
@@ -147,7 +144,7 @@ class Scorer:
         self._rows = RowSources(self._sources, is_optional=has_none)
         self._prompt_text = prompt_text or (lambda _: "")
         functions = [self._sources[s].worker_function(s) for s in self._in_pool]
-        self._pool = Pool(functions, num_workers, memory_bytes=memory_bytes) if functions else None
+        self._pool = Pool(functions, num_workers) if functions else None
         self._lock = threading.Lock()
 
     def __enter__(self) -> Scorer:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Mapping
 from contextlib import closing
 from pathlib import Path
 
@@ -14,9 +13,7 @@ from msrl.errors import MsrlError
 KEY_VARIABLES = ("MSRL_API_KEY", "VLLM_API_KEY")
 
 
-def read_api_key(
-    path: str | None, environment: Mapping[str, str] = os.environ
-) -> tuple[str, str] | None:
+def read_api_key(path: str | None) -> tuple[str, str] | None:
     """Return the API key and the name of its source: the file, or else a variable.
 
     Raises:
@@ -29,8 +26,8 @@ def read_api_key(
             raise MsrlError(f"cannot be read: {error.strerror or error}") from error
         return _check_key(text.strip(), path), path
     for name in KEY_VARIABLES:
-        if environment.get(name):
-            return _check_key(environment[name], f"${name}"), name
+        if os.environ.get(name):
+            return _check_key(os.environ[name], f"${name}"), name
     return None
 
 

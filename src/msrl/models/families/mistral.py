@@ -18,5 +18,5 @@ def shape(config: HfConfig) -> Shape:
         family="mistral",
         num_key_value_heads=8,
         max_position_embeddings=131072,
-        windows=window_everywhere(config, 4096),
+        windows=window_everywhere(config),
     )

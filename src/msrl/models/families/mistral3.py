@@ -47,7 +47,7 @@ def shape(config: HfConfig) -> Shape:
         max_position_embeddings=262144 if is_ministral else 131072,
         norm_eps=1e-5 if is_ministral else 1e-6,
         allow_query_growth=is_ministral,
-        windows=window_everywhere(text, 4096) if windowed else (),
+        windows=window_everywhere(text) if windowed else (),
     )
     if is_ministral and decoder.rotary.query_growth is None:
         text.fail("rope_parameters", "must have llama_4_scaling_beta")

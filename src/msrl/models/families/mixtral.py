@@ -43,4 +43,4 @@ def shape(config: HfConfig) -> Shape:
 
 def _windows(config: HfConfig) -> tuple[int | None, ...]:
     """Return the window of every layer if the config has one."""
-    return () if config.values.get("sliding_window") is None else window_everywhere(config, 4096)
+    return () if config.values.get("sliding_window") is None else window_everywhere(config)

@@ -120,7 +120,6 @@ class EpisodeRunner:
         template: Chat template of the prompts.
         max_model_len: Largest number of tokens of a sequence.
         text: Function that decodes sampled tokens without control tokens.
-        wake: Function that is called in another thread when an environment has replied.
     """
 
     def __init__(
@@ -130,11 +129,12 @@ class EpisodeRunner:
         template: EpisodeTemplate,
         max_model_len: int,
         text: Callable[[Ints], str],
-        wake: Callable[[], None] = lambda: None,
     ) -> None:
         self._environments, self._settings, self._template = environments, settings, template
         self._section = settings.environment
-        self._max_model_len, self._text, self.wake = max_model_len, text, wake
+        self._max_model_len, self._text = max_model_len, text
+        # Called in another thread when an environment has replied.
+        self.wake: Callable[[], None] = lambda: None
         self._special = {
             number
             for number, token in template.tokenizer.backend.get_added_tokens_decoder().items()
