@@ -71,6 +71,7 @@ def atomic_write(path: Path) -> Generator[Path, None, None]:
             path.write_bytes((Path(folder) / path.name).read_bytes())
         return
     temporary = path.with_name(f".{path.name}.{os.getpid()}.part")
+    temporary.unlink(missing_ok=True)  # in a folder of others, it may be a link to any file
     try:
         yield temporary
         flush_to_disk(temporary)
@@ -80,9 +81,20 @@ def atomic_write(path: Path) -> Generator[Path, None, None]:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Replace the contents of `path` with `text` (UTF-8) atomically."""
+    """Replace the contents of `path` with `text` atomically."""
     with atomic_write(path) as temporary:
-        temporary.write_text(text, encoding="utf-8")
+        temporary.write_bytes(utf8(text))
+
+
+def utf8(text: str) -> bytes:
+    r"""Return a text as UTF-8, with escapes for halves of characters, as JSON and YAML have them.
+
+    Texts of JSON may contain halves, and names of files have them for bytes that are not UTF-8.
+
+    >>> utf8('{"a": "\udcff"}')
+    b'{"a": "\\udcff"}'
+    """
+    return text.encode("utf-8", "backslashreplace")
 
 
 def flush_to_disk(path: Path) -> None:
@@ -106,7 +118,7 @@ def digest_of_ends(files: Iterable[tuple[str, Path]]) -> str:
             ends = ((0, _END_BYTES), (max(size - _END_BYTES, 0), _END_BYTES))
             if path.suffix == ".idx":
                 ends = ((0, size),)
-            digest.update(f"{name} {size}\n".encode())
+            digest.update(utf8(f"{name} {size}\n"))
             for start, count in ends:
                 file.seek(start)
                 digest.update(file.read(count))

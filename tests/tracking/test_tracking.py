@@ -45,6 +45,16 @@ def report(step: int, **metrics: float) -> StepReport:
     )
 
 
+def test_a_link_in_place_of_a_temporary_file_is_not_followed(tmp_path: Path) -> None:
+    """A folder of others, such as that of a run, may have links with any names."""
+    (tmp_path / "other").write_text("other")
+    (tmp_path / f".report.md.{os.getpid()}.part").symlink_to(tmp_path / "other")
+    write_text(tmp_path / "report.md", "new")
+    assert (tmp_path / "other").read_text() == "other"
+    assert (tmp_path / "report.md").read_text() == "new"
+    assert not (tmp_path / "report.md").is_symlink()
+
+
 def test_a_file_is_written_atomically(tmp_path: Path) -> None:
     path = tmp_path / "a.txt"
     write_text(path, "old")

@@ -16,7 +16,15 @@ from msrl.config.templates import find_template
 from msrl.data.files import location
 from msrl.data.handlers import handler_mistake
 from msrl.errors import MsrlError, hub_hint
-from msrl.models.paths import IRREGULAR, TRACKER, irregular_file, is_hf, is_mcore
+from msrl.models.paths import (
+    IRREGULAR,
+    OVERSIZED,
+    TRACKER,
+    irregular_file,
+    is_hf,
+    is_mcore,
+    oversized_file,
+)
 from msrl.plan.derived import data_kind
 from msrl.plan.run_plan import RunPlan
 
@@ -39,6 +47,8 @@ def check_folder(resolved: Resolved, key: str) -> Iterator[str]:
         yield resolved.mistake(key, f"folder not found{hub_hint(path) or path_hint(path)}")
     elif isinstance(path, str) and (file := irregular_file(Path(path))):
         yield resolved.mistake(key, f"{file.name} {IRREGULAR}")
+    elif isinstance(path, str) and (file := oversized_file(Path(path))):
+        yield resolved.mistake(key, f"{file.name} {OVERSIZED}")
 
 
 def gguf_message(path: Path) -> str | None:

@@ -20,6 +20,7 @@ from msrl.data.backends import build as build_backend
 from msrl.errors import MsrlError
 from msrl.files import read_text_within
 from msrl.limits import printable
+from msrl.models.paths import OVERSIZED, oversized_file
 from msrl.packages import missing_package
 
 if TYPE_CHECKING:
@@ -238,13 +239,15 @@ def vocab_hash(vocab: Mapping[str, int]) -> str:
 
 
 def _folder(path: str | Path) -> Path:
-    """Return the folder. Raises MsrlError if it does not exist."""
+    """Return the folder. Raises MsrlError if it does not exist, or a file of it is too large."""
     folder = Path(path)
     if not folder.is_dir():
         raise MsrlError(
             f"tokenizer={folder}: no such folder. "
             "Name a local folder with tokenizer.json, or with vocab.json and merges.txt."
         )
+    if file := oversized_file(folder):
+        raise MsrlError(f"tokenizer={folder}: {file.name} {OVERSIZED}")
     return folder
 
 

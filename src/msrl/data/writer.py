@@ -38,7 +38,7 @@ from msrl.data.pack import WINDOW, pack_rows
 from msrl.data.preferences import sides_as_columns
 from msrl.data.tokenize import Ragged, TokenizedRows, Tokens
 from msrl.errors import MsrlError
-from msrl.files import why_not_writable
+from msrl.files import utf8, why_not_writable
 from msrl.temporary import claim, remove
 from msrl.types import DatasetManifest, FileRecord, RenderedPreference
 
@@ -165,7 +165,9 @@ class DatasetWriter:
             return
         if self._bad_rows is None:
             path = bad_rows_path(self._prefix)
-            self._bad_rows = self._partial(path).open("w", encoding="utf-8")
+            self._bad_rows = self._partial(path).open(
+                "w", encoding="utf-8", errors="backslashreplace"
+            )
             self._paths = (path, *self._paths)
         for bad in batch.bad:
             self.dropped[bad.reason] += 1
@@ -184,7 +186,7 @@ class DatasetWriter:
     def _commit(self, manifest: DatasetManifest) -> DatasetManifest:
         manifest = replace(manifest, files=dict(self._close()))
         text = manifest_text(manifest)
-        self._partial(manifest_path(self._prefix)).write_text(text, encoding="utf-8")
+        self._partial(manifest_path(self._prefix)).write_bytes(utf8(text))
         for path in self._paths:
             _flush(self._partial(path))
         marker = incomplete_path(self._prefix)

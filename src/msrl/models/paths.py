@@ -7,6 +7,12 @@ from pathlib import Path
 TRACKER = "latest_checkpointed_iteration.txt"
 MANIFEST = "msrl_manifest.json"  # of checksums, in Hugging Face folders and Megatron checkpoints
 IRREGULAR = "is no file, but a pipe, a device, a folder or a link to nothing. Copy it again."
+_MAX_SIDE_FILE_BYTES = 256 << 20
+OVERSIZED = (
+    f"has more than {_MAX_SIDE_FILE_BYTES >> 20} MiB, unlike the configuration or tokenizer of any "
+    "model. Remove it, or copy it again."
+)
+_SIDE_FILES = ("*.json", "*.jinja", "*.model", "*.tiktoken", "merges.txt")
 
 
 def is_hf(path: str) -> bool:
@@ -70,3 +76,17 @@ def irregular_file(folder: Path) -> Path | None:
     suffixes = (".json", ".jinja", ".model", ".txt", ".safetensors", ".bin")
     files = sorted(path for path in folder.glob("*") if path.name.endswith(suffixes))
     return next((path for path in files if not path.is_file()), None)
+
+
+def oversized_file(folder: Path) -> Path | None:
+    """Return the first file of a model beside its weights that is too large to be one.
+
+    A file with a hole has any size on a disk with little space.
+    """
+    files = sorted(path for pattern in _SIDE_FILES for path in folder.glob(pattern))
+    return next((path for path in files if is_oversized(path)), None)
+
+
+def is_oversized(path: Path) -> bool:
+    """Return True for a file that is too large for a configuration or tokenizer."""
+    return path.is_file() and path.stat().st_size > _MAX_SIDE_FILE_BYTES

@@ -532,6 +532,18 @@ def test_sidecar_files_are_copied_and_the_config_has_the_new_dtype(tmp_path: Pat
     }
 
 
+def test_halves_of_characters_in_a_config_are_written_as_escapes(tmp_path: Path) -> None:
+    r"""JSON can have one (`\ud83d` alone), which UTF-8 cannot."""
+    tiny.save(tmp_path / "from")
+    for name in ("config.json", "tokenizer_config.json"):
+        path = tmp_path / "from" / name
+        values = json.loads(path.read_text()) if path.is_file() else {"chat_template": "x"}
+        path.write_text(json.dumps({**values, "note": "\ud83d"}))
+    copy_sidecars(tmp_path / "from", tmp_path / "to", torch.float32, ChatFormat("trained", (1,)))
+    for name in ("config.json", "tokenizer_config.json"):
+        assert json.loads((tmp_path / "to" / name).read_text())["note"] == "\ud83d"
+
+
 def test_named_chat_templates_are_copied_and_replaced_by_that_of_a_training(
     tmp_path: Path,
 ) -> None:

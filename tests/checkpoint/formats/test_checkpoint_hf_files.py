@@ -17,9 +17,10 @@ from msrl.checkpoint.dtypes import same_bits
 from msrl.checkpoint.hf.folder import HfCheckpoint, sidecar_files
 from msrl.checkpoint.source import open_weights
 from msrl.checkpoint.torch_files.reader import tensor_spec
+from msrl.data.tokenizer import load_tokenizer, open_tokenizer
 from msrl.errors import ManyErrors, MsrlError
 from msrl.models.parallel_layout import Coords, ParallelLayout
-from msrl.models.paths import irregular_file
+from msrl.models.paths import irregular_file, oversized_file
 from support import assert_mentions, mentions
 from test_cli import msrl
 from test_convert import to_mcore
@@ -242,6 +243,20 @@ def test_an_optional_file_of_a_model_that_is_no_file_is_refused(kind: str, tmp_p
     assert irregular_file(tmp_path) == file
     with pytest.raises(MsrlError, match=mentions(file, "no file")):
         sidecar_files(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "generation_config.json", "vocab.model"])
+def test_a_file_beside_the_weights_that_is_too_large_is_refused(name: str, tmp_path: Path) -> None:
+    """A file with a hole has any size, but its copy would fill a disk."""
+    tiny.save(tmp_path / "model")
+    assert oversized_file(tmp_path / "model") is None
+    file = tmp_path / "model" / name
+    file.touch()
+    os.truncate(file, 1 << 40)
+    assert oversized_file(tmp_path / "model") == file
+    for read in (open_tokenizer, load_tokenizer, sidecar_files):
+        with pytest.raises(MsrlError, match=mentions(name, "MiB")):
+            read(tmp_path / "model")
 
 
 def test_a_file_of_a_model_that_links_to_itself_is_refused(tmp_path: Path) -> None:

@@ -140,9 +140,27 @@ def test_finished_checkpoints_stay_until_weights_or_settings_change(tmp_path: Pa
     with pytest.raises(MsrlError, match=mentions("evaluate.output", "sampling.seed", "overwrite")):
         ResultFolder(tmp_path / "out", {**settings, "sampling.seed": 2}, overwrite=False)
     assert not ResultFolder(tmp_path / "out", {"other": 1}, overwrite=True).results
-    (tmp_path / "out" / "results.json").write_text("[]")
-    with pytest.raises(MsrlError, match=mentions("results.json", "msrl eval")):
-        ResultFolder(tmp_path / "out", settings, overwrite=False)
+    content = json.loads((tmp_path / "out" / "results.json").read_text())
+    content["checkpoints"][0]["step"] = "x"
+    for value in ([], content):
+        (tmp_path / "out" / "results.json").write_text(json.dumps(value))
+        with pytest.raises(MsrlError, match=mentions("results.json", "msrl eval")):
+            ResultFolder(tmp_path / "out", settings, overwrite=False)
+
+
+def test_names_and_texts_that_are_not_utf8_are_written_with_escapes(tmp_path: Path):
+    """Python reads the bytes of such a name as halves of characters, which JSON may hold, too."""
+    root = make_run(tmp_path / "r\udcffn", 10, 20)
+    names = [checkpoint.label for checkpoint in find_checkpoints([str(root)])]
+    assert names == ["r\udcffn step 10", "r\udcffn step 20"]
+    folder = ResultFolder(tmp_path / "out", {}, overwrite=False)
+    for label in names:
+        samples = folder.samples_file(label)
+        folder.add(result(label, 10, path=str(root), samples=samples), [{"answer": "\ud83d é"}])
+        row = json.loads((tmp_path / "out" / samples).read_text(encoding="utf-8"))
+        assert row["answer"] == "\ud83d é"
+    again = ResultFolder(tmp_path / "out", {}, overwrite=False)
+    assert [entry.label for entry in again.results] == names and again.plot() is not None
 
 
 def test_models_with_similar_names_have_different_files_of_samples(tmp_path: Path):

@@ -76,6 +76,17 @@ def test_bad_rows_are_dropped_counted_by_reason_and_written_to_a_file(
     assert len(SftDataset(str(tmp_path / "out" / "x"))) == 2
 
 
+def test_names_and_rows_that_are_not_utf8_are_recorded_with_escapes(tmp_path: Path):
+    """A folder may have files whose names are no UTF-8, and JSON halves of characters."""
+    folder = tmp_path / "rows"
+    folder.mkdir()
+    bad = json.dumps({"messages": [{"role": "\ud83d", "content": "a"}]})
+    (folder / "a\udcff.json").write_text(f"[{LINES[0]}, {bad}]")
+    preprocess(tmp_path, "x.jsonl", "", input=[str(folder)], on_bad_row="drop")
+    record = json.loads((tmp_path / "out" / "x_bad_rows.jsonl").read_text())
+    assert "a\udcff.json" in record["row"] and record["value"] == json.loads(bad)
+
+
 def test_a_later_run_without_bad_rows_removes_the_file(tmp_path: Path):
     preprocess(tmp_path, "x.jsonl", "\n".join(LINES), on_bad_row="drop")
     preprocess(tmp_path, "x.jsonl", LINES[0], on_bad_row="drop")

@@ -21,10 +21,11 @@ from msrl.checkpoint.hf import fp8, mxfp4
 from msrl.checkpoint.hf.expert_stacks import unstack
 from msrl.checkpoint.hf.weight_files import StoredTensor, open_weight_files, some
 from msrl.errors import ManyErrors, MsrlError
+from msrl.files import utf8
 from msrl.models.entries import stack_sizes
 from msrl.models.families import all_rules, load_shape
 from msrl.models.hf_config import end_tokens, read_hf_config
-from msrl.models.paths import IRREGULAR
+from msrl.models.paths import IRREGULAR, OVERSIZED, is_oversized
 from msrl.models.reward_head import has_classifier, is_scoring, scoring_config
 from msrl.models.rules import Rule
 from msrl.models.shape import Shape
@@ -151,6 +152,8 @@ def sidecar_files(folder: Path) -> list[Path]:
     for file in sorted(files):
         if not file.is_file():
             raise MsrlError(f"{file}: {IRREGULAR}")
+        if is_oversized(file):
+            raise MsrlError(f"{file}: {OVERSIZED}")
         target = _resolved(file)
         if own not in target.parents and target.parent != shared:
             raise MsrlError(
@@ -175,7 +178,7 @@ def record_score_head(folder: Path) -> None:
     if is_scoring(architecture) or not has_classifier(architecture):
         return
     text = json.dumps(scoring_config(config), indent=2, ensure_ascii=False)
-    path.write_text(f"{text}\n", encoding="utf-8")
+    path.write_bytes(utf8(f"{text}\n"))
 
 
 def copy_sidecars(
@@ -197,7 +200,7 @@ def copy_sidecars(
     if dtype is not None:
         changed = _with_dtype(changed, hf_name(dtype))
     if changed != config:
-        path.write_text(json.dumps(changed, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+        path.write_bytes(utf8(json.dumps(changed, indent=2, ensure_ascii=False) + "\n"))
     if chat is not None:
         _write_chat(target, chat)
 
@@ -220,7 +223,7 @@ def _write_chat(folder: Path, chat: ChatFormat) -> None:
     A template in tokenizer_config.json and named templates are removed: they would replace it.
     """
     shutil.rmtree(folder / _NAMED_TEMPLATES, ignore_errors=True)
-    (folder / "chat_template.jinja").write_text(chat.template, encoding="utf-8")
+    (folder / "chat_template.jinja").write_bytes(utf8(chat.template))
     stop_tokens = list(dict.fromkeys((*chat.stop_token_ids, *end_tokens(folder))))
     for name, changes in (
         ("tokenizer_config.json", {}),
@@ -230,6 +233,4 @@ def _write_chat(folder: Path, chat: ChatFormat) -> None:
         before = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
         after = {key: value for key, value in before.items() if key != "chat_template"} | changes
         if after != before:
-            path.write_text(
-                json.dumps(after, indent=2, ensure_ascii=False) + "\n", encoding="utf-8"
-            )
+            path.write_bytes(utf8(json.dumps(after, indent=2, ensure_ascii=False) + "\n"))

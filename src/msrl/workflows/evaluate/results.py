@@ -16,6 +16,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from pydantic import TypeAdapter
+
 from msrl.errors import MALFORMED, MsrlError
 from msrl.files import read_text_within, why_not_writable, write_text
 from msrl.tracking.curves import Point, plot_curves
@@ -148,7 +150,7 @@ class ResultFolder:
         try:
             content: Any = json.loads(read_text_within(path))
             before: dict[str, Any] = content["settings"]
-            results = [_result(entry) for entry in content["checkpoints"]]
+            results = [_RESULT.validate_python(entry) for entry in content["checkpoints"]]
         except MALFORMED as error:
             raise MsrlError(
                 f"{path}: not a result of `msrl eval` ({error!r}). Choose another folder, or "
@@ -167,9 +169,7 @@ class ResultFolder:
         return results
 
 
-def _result(entry: dict[str, Any]) -> Result:
-    intervals = {name: (low, high) for name, (low, high) in entry["intervals"].items()}
-    return Result(**{**entry, "intervals": intervals, "notes": tuple(entry["notes"])})
+_RESULT = TypeAdapter(Result)
 
 
 def result_table(results: Iterable[Result]) -> list[str]:

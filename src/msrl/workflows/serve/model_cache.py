@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from msrl.errors import MsrlError
+from msrl.files import utf8
 from msrl.limits import print_note
 from msrl.tracking.progress import amount_text, progress
 
@@ -47,10 +48,10 @@ def checkpoint_digest(load: Path, iteration: int | str | None = None) -> str:
     digest = hashlib.blake2b(f"{_VERSION}\n".encode(), digest_size=16)
     for check in sorted(mcore_checks(load, iteration, depth="sizes"), key=lambda check: check.name):
         record = check.record or {"bytes": check.num_bytes, "crc32": file_crc32(check.path)}
-        digest.update(f"{check.name} {json.dumps(dict(record), sort_keys=True)}\n".encode())
+        digest.update(utf8(f"{check.name} {json.dumps(dict(record), sort_keys=True)}\n"))
     for file in sidecar_files(load / SIDECAR):
         content = file.read_bytes()
-        digest.update(f"{file.name} {len(content)}\n".encode() + content)
+        digest.update(utf8(f"{file.name} {len(content)}\n") + content)
     return digest.hexdigest()
 
 
