@@ -10,19 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import get_args
 
 import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-Mode = Literal[
-    "token-mean",
-    "seq-mean-token-mean",
-    "seq-mean-token-sum",
-    "seq-sum-over-constant",
-    "micro-batch-mean",
-]
+from msrl.config.sections.algo import AggregationMode as Mode
+
 MODES: tuple[Mode, ...] = get_args(Mode)
 
 

@@ -17,12 +17,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-Scope = Literal["none", "batch", "group", "tag", "domain", "running"]
+from msrl.config.sections.reward import NormScope
+
 Reals = NDArray[np.float64]
 Flags = NDArray[np.bool_]
 
@@ -68,8 +69,8 @@ def normalize(
     rewards: Reals,  # [P, G]
     decided: Flags,  # [P, G], True for real rewards
     *,
-    center: Scope,
-    scale: Scope,
+    center: NormScope,
+    scale: NormScope,
     eps: float,
     running: Moments,
     tags: Sequence[str] = (),  # [P], of the scope `tag`

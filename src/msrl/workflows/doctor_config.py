@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Literal
 
 from msrl.checks.validate import find_errors, guess
 from msrl.config.hub_names import with_local_folders
@@ -13,10 +12,10 @@ from msrl.memory.estimate import GB
 from msrl.memory.states import element_bytes
 from msrl.models.kv_cache import kv_bytes_per_token
 from msrl.plan.run_plan import RunPlan, resolve
-from msrl.platforms.base import Platform
+from msrl.platforms.base import Level, Platform
 from msrl.workflows.training.memory_check import finding, fit
 
-ConfigFinding = tuple[Literal["ok", "note", "wrong"], str, str]
+ConfigFinding = tuple[Level, str, str]
 
 
 def config_findings(

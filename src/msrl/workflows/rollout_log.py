@@ -10,12 +10,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
 from msrl.algorithms.packing import Sequences
 from msrl.algorithms.rollout_arrays import token_sequences
+from msrl.config.sections.general import RolloutFormat
 from msrl.data.tokenizer import TextTokenizer
 from msrl.errors import MsrlError
 from msrl.files import write_text
@@ -24,7 +25,6 @@ from msrl.rewards.verdicts import Judge
 from msrl.tracking.rollouts import LoggedValues, RolloutRecord, write_records
 from msrl.types import Completion, Episode, Ints, ScoredGroup
 
-RolloutFormat = Literal["jsonl", "parquet"]
 Verdicts = Sequence[Sequence[bool] | None]
 """Verdicts on the answers of each group: True if right. None: no source decides."""
 

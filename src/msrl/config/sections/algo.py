@@ -41,6 +41,7 @@ AggregationMode = Literal[
     "seq-sum-over-constant",
     "micro-batch-mean",
 ]
+OldLogprobs = Literal["trainer", "behavior", "log-linear"]
 PolicyLossName = Annotated[str, _supported("algo.policy_loss", registry.LOSSES)]
 
 _LAMBDA = Field(
@@ -492,7 +493,7 @@ class AlgoConfig(Section):
         default=DistillConfig(),
         description="Divergence from teachers in the loss of train-distill and train-grpo.",
     )
-    old_logprobs: Literal["trainer", "behavior", "log-linear"] = Field(
+    old_logprobs: OldLogprobs = Field(
         default="trainer",
         description="Log-probabilities in the denominator of the likelihood ratio: those of the "
         "policy before the first update of a step (trainer), those of the engine when it sampled "

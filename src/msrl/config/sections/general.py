@@ -26,6 +26,8 @@ from msrl.config.sections.base import (
 from msrl.config.sections.roles import RolesConfig
 from msrl.config.templates import template_names
 
+RolloutFormat = Literal["jsonl", "parquet"]
+
 Tracker = Annotated[str, OneOf(registry.names(registry.TRACKERS))]
 
 
@@ -311,7 +313,7 @@ class LogConfig(Section):
         description="Write all prompts and responses with their rewards to rollouts/ and eval/ in "
         "the folder of the run.",
     )
-    rollouts: Literal["jsonl", "parquet"] = Field(
+    rollouts: RolloutFormat = Field(
         default="jsonl",
         description="Format of the files in rollouts/: one line of text per response, or the "
         "rollout record, which also has the values of every token.",

@@ -10,6 +10,7 @@ from msrl import registry
 from msrl.config.sections.base import Float, NonNegative, Positive, Seconds, Section, Size, Text
 
 OnFailure = Literal["wrong", "undecided", "fail"]
+NormScope = Literal["none", "batch", "group", "tag", "domain", "running"]
 
 
 class RewardSource(Section):
@@ -82,13 +83,13 @@ class RewardSource(Section):
 class RewardNormConfig(Section):
     """Normalization of rewards by a mean and a standard deviation."""
 
-    center: Literal["none", "batch", "group", "tag", "domain", "running"] = Field(
+    center: NormScope = Field(
         default="none",
         description="Mean to subtract: of the batch, of the group, of the rows of the batch with "
         "the same tag or environment (tag) or with the same reward sources (domain), or of the run "
         "so far (running).",
     )
-    scale: Literal["none", "batch", "group", "tag", "domain", "running"] = Field(
+    scale: NormScope = Field(
         default="none",
         description="Standard deviation to divide by: of the batch, of the group, of the rows of "
         "the batch with the same tag or environment (tag) or with the same reward sources "

@@ -108,6 +108,7 @@ class EngineConfig(Section):
     )
 
 
+OnStale = Literal["wait", "drop"]
 DEVICE_TRANSFERS = ("ipc", "nccl")  # of weights, from device to device
 COLOCATED_TRANSFERS = ("ipc",)  # between processes that share devices
 
@@ -178,7 +179,7 @@ class AsyncConfig(Section):
         description="Largest number of policy updates between the oldest token of a group and the "
         "step that trains on it. 0 alternates generation and training.",
     )
-    on_stale: Literal["wait", "drop"] = Field(
+    on_stale: OnStale = Field(
         default="wait",
         description="Treatment of a group that would exceed max_staleness: the trainer waits for "
         "the oldest groups (wait), or the group is dropped and its prompt is sampled once more "

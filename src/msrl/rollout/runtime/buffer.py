@@ -21,10 +21,10 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Generic, Literal, TypeVar
 
+from msrl.config.sections.rollout import OnStale
 from msrl.rollout.runtime.admission import admission
 
 Group = TypeVar("Group")
-OnStale = Literal["wait", "drop"]
 Stage = Literal["pending", "running", "scoring", "finished"]
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -22,8 +22,8 @@ from msrl.algorithms.mismatch import Correction, mismatch_statistics, off_policy
 from msrl.algorithms.proximal import log_linear
 from msrl.algorithms.tokens import LOG_RATIO_LIMIT, PolicyTokens, Ratio, TokenLosses
 from msrl.algorithms.value import value_loss
+from msrl.config.sections.algo import OldLogprobs
 
-OldLogprobs = Literal["trainer", "behavior", "log-linear"]
 Sums = dict[str, Tensor]
 _MEANS = ("kl", "entropy", "distill")  # reported as means over tokens for every aggregation
 

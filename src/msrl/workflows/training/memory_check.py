@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Literal
 
 from msrl.config.sections.train import TrainConfig
 from msrl.errors import MsrlError
 from msrl.limits import print_note
 from msrl.memory.estimate import Memory, bytes_text, table, training_memory, with_engine
 from msrl.plan.run_plan import RunPlan
-from msrl.platforms.base import Platform
+from msrl.platforms.base import Level, Platform
 from msrl.rollout.engine import sleep_level
 
 
@@ -29,7 +28,7 @@ class Fit:
     total: int
 
     @property
-    def level(self) -> Literal["ok", "note", "wrong"]:
+    def level(self) -> Level:
         """`wrong`: the training cannot fit.
 
         `note`: it may not fit if micro-batches are as full as the configuration allows.
@@ -158,7 +157,7 @@ def check_memory(plan: RunPlan, platform: Platform, *, longest: int | None = Non
     print_note(f"warning: {message}")
 
 
-def finding(memory_fit: Fit, train: TrainConfig) -> tuple[Literal["ok", "note", "wrong"], str, str]:
+def finding(memory_fit: Fit, train: TrainConfig) -> tuple[Level, str, str]:
     """Return level, subject and text of doctor's finding on memory."""
     remedy = "" if memory_fit.level == "ok" else f"; {remedies(train, memory_fit)}"
     lines = "\n".join(f"         {line}" for line in table(memory_fit.memory.rows()))
