@@ -30,8 +30,6 @@ from msrl.workflows.episodes.setup import (
 from support import assert_each_mentions, mentions
 from tiny_qwen2 import make_tokenizer
 
-OWN = "path=walk.py:Walk"
-
 
 def errors(*sets: str) -> list[str]:
     resolved = load(sets=sets)

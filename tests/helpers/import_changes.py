@@ -377,9 +377,6 @@ LLM_CASES: dict[str, Case] = {
     "train.moe_router_bias_update_rate": (BIASED, 0.1),
 }  # fmt: skip
 RAY_PPO: Changes = {"training.stage": "ray_ppo", "algorithm.adv_estimator": "gae"}
-KL_CTRL: Changes = {
-    "algorithm.kl_ctrl": {"type": "adaptive", "kl_coef": 0.05, "target_kl": 0.1, "horizon": 10}
-}
 RAY_CASES: dict[str, Case] = {
     "actor_rollout.ppo_mini_batch_size": ({}, 4), "actor_rollout.shuffle_minibatch": ({}, True),
     "actor_rollout.num_gpus_for_train": ({}, 4),
