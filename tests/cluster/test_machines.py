@@ -19,7 +19,7 @@ from msrl import platforms
 from msrl.trainer.checkpointing.resume import SavedTraining
 from support import ROOT, assert_mentions, python_path
 from test_train_grpo import make_inputs, rollouts, settings
-from training_runs import LIMIT_S, metrics, rows, succeed, write_config
+from training_runs import LIMIT_S, metrics, rows, run_training, write_config
 
 pytestmark = [pytest.mark.slow, pytest.mark.full]
 STEPS = 4
@@ -132,9 +132,7 @@ def config(
 @pytest.fixture(scope="module")
 def local_run(site: Site) -> Path:
     """Folder of a run on one machine."""
-    file = write_config(site.folder / "local.yaml", config(site, "local", is_local=True))
-    succeed("train-grpo", "-c", str(file), log=site.folder / "local.log")
-    return site.folder / "runs" / "local"
+    return run_training(site.folder, config(site, "local", is_local=True))
 
 
 def assert_equal(run: Path, expected: Path) -> None:
@@ -243,11 +241,8 @@ def test_sft_across_three_machines_trains_all_steps(third: Site):
 
 
 def test_grpo_on_three_machines_survives_the_loss_of_one_and_equals_the_run_on_one(third: Site):
-    local = write_config(
-        third.folder / "local3.yaml", config(third, "local3", is_local=True, machines=3)
-    )
-    succeed("train-grpo", "-c", str(local), log=third.folder / "local3.log")
+    local = run_training(third.folder, config(third, "local3", is_local=True, machines=3))
     spread = config(third, "spread3", is_local=False, machines=3)
     command, run = start_two_steps(third, spread)
     lose_and_rejoin(third, 3, "spread3", command)
-    assert_equal(run, third.folder / "runs" / "local3")
+    assert_equal(run, local)

@@ -197,6 +197,23 @@ def succeed(*arguments: str, log: Path, tmp: Path | None = None) -> str:
     return command.output()
 
 
+def run_training(
+    folder: Path,
+    config: Mapping[str, Any],
+    *arguments: str,
+    command: str = "train-grpo",
+    tmp: Path | None = None,
+) -> Path:
+    """Train with a configuration, whose runs are in `runs` of the folder; return the run's folder.
+
+    The configuration and the output are in `NAME.yaml` and `NAME.log` of the folder.
+    """
+    name = config["run"]["name"]
+    file = write_config(folder / f"{name}.yaml", config)
+    succeed(command, "-c", str(file), *arguments, log=folder / f"{name}.log", tmp=tmp)
+    return folder / "runs" / name
+
+
 def rows(run: Path) -> list[dict[str, Any]]:
     """Return the complete lines of metrics.jsonl."""
     path = run / "metrics.jsonl"

@@ -36,6 +36,7 @@ from training_runs import (
     make_tmp,
     metrics,
     rows,
+    run_training,
     shared_memory,
     still_running,
     succeed,
@@ -208,10 +209,10 @@ def several_updates(
 @pytest.fixture(scope="module")
 def whole(inputs) -> Path:
     """Run without interruption. The file `whole.left` lists the temporary files that remained."""
-    file, tmp = write_config(inputs / "whole.yaml", several_updates(inputs, "whole")), make_tmp()
-    succeed("train-grpo", "-c", str(file), log=inputs / "whole.log", tmp=tmp)
+    tmp = make_tmp()
+    run = run_training(inputs, several_updates(inputs, "whole"), tmp=tmp)
     (inputs / "whole.left").write_text("\n".join(files_in(tmp)))
-    return inputs / "runs" / "whole"
+    return run
 
 
 @dataclass(frozen=True)
@@ -501,9 +502,7 @@ def test_token_values_and_profiles_of_ranks_are_written(inputs, tmp_path):
     log = {"rollouts": "parquet", "tokens": "all", "profile": {"steps": [1], "ranks": [1]}}
     config = several_updates(inputs, "observed", log=log)
     config["train"]["steps"] = 1
-    file = write_config(inputs / "observed.yaml", config)
-    succeed("train-grpo", "-c", str(file), log=inputs / "observed.log")
-    run = inputs / "runs" / "observed"
+    run = run_training(inputs, config)
     model = model_after(run, 0, inputs / "untied", tmp_path)
     records = read_records(run / "rollouts" / "step_000001.parquet")
     assert len(records) == 16
@@ -545,9 +544,7 @@ def test_every_weight_of_a_bfloat16_policy_learns_although_its_rounding_is_measu
     changes = settings(inputs, "bfloat16", "untied", checkpoint={"export_hf": True})
     changes["model"]["dtype"] = "bfloat16"
     changes["train"] |= {"steps": 1, "optimizer": {"lr": 0.05}}  # more than bfloat16 rounds
-    file = write_config(inputs / "bfloat16.yaml", changes)
-    succeed("train-grpo", "-c", str(file), log=inputs / "bfloat16.log")
-    run = inputs / "runs" / "bfloat16"
+    run = run_training(inputs, changes)
     assert (run / "rounding.json").exists()
     start, last = (
         load_file(folder / "model.safetensors") for folder in (inputs / "untied", run / "hf")
@@ -769,16 +766,10 @@ def adapter_settings(inputs: Path, name: str) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def adapted(inputs) -> Path:
     """Train adapters."""
-    changes, tmp = adapter_settings(inputs, "adapted"), make_tmp()
-    succeed(
-        "train-grpo",
-        "-c",
-        str(write_config(inputs / "adapted.yaml", changes)),
-        log=inputs / "adapted.log",
-        tmp=tmp,
-    )
+    tmp = make_tmp()
+    run = run_training(inputs, adapter_settings(inputs, "adapted"), tmp=tmp)
     assert files_in(tmp) == []
-    return inputs / "runs" / "adapted"
+    return run
 
 
 @pytest.mark.full
@@ -806,9 +797,7 @@ def test_adapters_sent_alone_give_the_run_of_merged_weights_bit_for_bit(
     changes = adapter_settings(inputs, f"alone-{way}")
     weights = {"adapters_only": True, "transfer": way, "verify": "every", "bucket_bytes": 1 << 16}
     changes["rollout"]["weights"] = weights
-    file = write_config(inputs / f"alone-{way}.yaml", changes)
-    succeed("train-grpo", "-c", str(file), log=inputs / f"alone-{way}.log")
-    run = inputs / "runs" / f"alone-{way}"
+    run = run_training(inputs, changes)
     assert metrics(run) == metrics(adapted)
     for step in (1, 2, 3):
         assert rollouts(run, step) == rollouts(adapted, step)
@@ -960,13 +949,7 @@ def preset_run(request, inputs) -> tuple[str, Path]:
     }
     base["algo"] = {"preset": name, **changes["algo"]}
     base["rollout"] |= changes.get("rollout", {})
-    succeed(
-        "train-grpo",
-        "-c",
-        str(write_config(inputs / f"{name}.yaml", base)),
-        log=inputs / f"{name}.log",
-    )
-    return name, inputs / "runs" / name
+    return name, run_training(inputs, base)
 
 
 @pytest.mark.full
@@ -1035,9 +1018,7 @@ def test_statistics_of_tokens_reach_advantages_and_losses_of_two_tp_ranks(inputs
     name = f"statistics-{chunk}"
     base = several_updates(inputs, name, algo=STATISTICS)
     base["train"] |= {"steps": 2, "chunk": chunk}
-    file = write_config(inputs / f"{name}.yaml", base)
-    succeed("train-grpo", "-c", str(file), log=inputs / f"{name}.log")
-    run = inputs / "runs" / name
+    run = run_training(inputs, base)
     steps, samples = metrics(run), rollouts(run, 1)
     assert len(steps) == 2 and all(np.isfinite(value) for step in steps for value in step.values())
     assert {"train/off_policy_masked", "train/mismatch_filtered"} <= steps[0].keys()
@@ -1060,9 +1041,7 @@ def test_remax_on_a_blend_resumes_with_the_same_prompts_baselines_and_losses(inp
     )  # fmt: skip
     base["rollout"]["samples_per_prompt"] = 1
     base["train"] |= {"micro_batch": 1}
-    file = write_config(inputs / "remax.yaml", base)
-    succeed("train-grpo", "-c", str(file), log=inputs / "remax.log")
-    run = inputs / "runs" / "remax"
+    run = run_training(inputs, base)
     num_first = len(PromptDataset(inputs / "data"))
     for step in range(1, STEPS + 1):
         samples = rollouts(run, step)
@@ -1076,8 +1055,7 @@ def test_remax_on_a_blend_resumes_with_the_same_prompts_baselines_and_losses(inp
     shutil.rmtree(resumed / "checkpoints" / "iter_0000004")
     (resumed / "checkpoints" / "latest_checkpointed_iteration.txt").write_text("2")
     base["run"]["name"] = "remax-resumed"
-    file = write_config(inputs / "remax-resumed.yaml", base)
-    succeed("train-grpo", "-c", str(file), "--resume", "auto", log=inputs / "remax-resumed.log")
+    run_training(inputs, base, "--resume", "auto")
     assert metrics(resumed) == metrics(run)
     for step in (3, 4):
         assert rollouts(resumed, step) == rollouts(run, step)
@@ -1116,13 +1094,7 @@ def with_critic(inputs: Path, name: str, resume: str = "none") -> dict[str, Any]
 
 @pytest.fixture(scope="module")
 def critic_run(inputs) -> Path:
-    succeed(
-        "train-grpo",
-        "-c",
-        str(write_config(inputs / "ppo.yaml", with_critic(inputs, "ppo"))),
-        log=inputs / "ppo.log",
-    )
-    return inputs / "runs" / "ppo"
+    return run_training(inputs, with_critic(inputs, "ppo"))
 
 
 @pytest.mark.full

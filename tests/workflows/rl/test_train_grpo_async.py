@@ -22,7 +22,7 @@ from msrl.data.dataset import PromptDataset
 from msrl.data.order import RowOrder
 from support import locate
 from test_train_grpo import all_logprobs, make_inputs, model_after, rollouts, settings
-from training_runs import Command, children, make_tmp, metrics, rows, succeed, write_config
+from training_runs import Command, children, make_tmp, metrics, rows, run_training, write_config
 
 pytestmark = pytest.mark.slow
 STEPS, BATCH = 6, 4
@@ -48,13 +48,6 @@ def asynchronous(inputs: Path, name: str, options: dict[str, Any], **sections: A
     engine = {"max_num_seqs": 6}  # makes generation about as slow as an update
     config["rollout"] |= {"async": options, "max_response_tokens": 96, "engine": engine}
     return config
-
-
-def run(inputs: Path, config: Any, *arguments: str) -> Path:
-    name = config["run"]["name"]
-    file = write_config(inputs / f"{name}.yaml", config)
-    succeed("train-grpo", "-c", str(file), *arguments, log=inputs / f"{name}.log")
-    return inputs / "runs" / name
 
 
 def trained_rows(run_dir: Path, num_samples: int = 4) -> list[int]:
@@ -96,7 +89,7 @@ def test_every_token_of_an_asynchronous_run_has_the_logprob_of_its_recorded_vers
     evaluation = {"every_steps": 2, "prompts": 4, "sampling": {"temperature": 0.9}}
     config = asynchronous(inputs, "s2", {"max_staleness": 2}, eval=evaluation)
     config["rollout"]["engine"]["max_num_seqs"] = 1  # slower than the updates
-    run_dir = run(inputs, config)
+    run_dir = run_training(inputs, config)
     assert_tokens_belong_to_their_versions(run_dir, inputs, tmp_path, 2)
     reports = metrics(run_dir)
     assert max(report["rollout/staleness_max"] for report in reports) in (1, 2)
@@ -114,7 +107,7 @@ def test_every_token_of_an_asynchronous_run_has_the_logprob_of_its_recorded_vers
 def test_partial_rollouts_continue_in_the_next_step(inputs: Path, tmp_path: Path) -> None:
     options = {"max_staleness": 2, "partial": True}
     config = asynchronous(inputs, "partial", options)
-    run_dir = run(inputs, config)
+    run_dir = run_training(inputs, config)
     assert assert_tokens_belong_to_their_versions(run_dir, inputs, tmp_path, 2) > 0
     assert trained_rows(run_dir) == expected_rows(inputs)
 
@@ -122,7 +115,7 @@ def test_partial_rollouts_continue_in_the_next_step(inputs: Path, tmp_path: Path
 @pytest.mark.full
 def test_dropped_prompts_are_issued_again_and_trained_once(inputs: Path, tmp_path: Path) -> None:
     options = {"max_staleness": 1, "on_stale": "drop"}
-    run_dir = run(inputs, asynchronous(inputs, "drop", options))
+    run_dir = run_training(inputs, asynchronous(inputs, "drop", options))
     assert_tokens_belong_to_their_versions(run_dir, inputs, tmp_path, 1)
     assert Counter(trained_rows(run_dir)) == Counter(expected_rows(inputs))
 
@@ -132,7 +125,7 @@ def test_filtered_groups_are_replaced_and_have_greedy_rewards(inputs: Path, tmp_
     algo = {"mismatch": {"weight": "token"}, "advantage": {"estimator": "remax"}}
     config = asynchronous(inputs, "refill", {"max_staleness": 1}, algo=algo)
     config["rollout"]["filter"] = {"kind": "all_equal", "refill": True}
-    run_dir = run(inputs, config)
+    run_dir = run_training(inputs, config)
     assert_tokens_belong_to_their_versions(run_dir, inputs, tmp_path, 1)
     num_replaced = 0
     for step, report in enumerate(metrics(run_dir), 1):
@@ -161,7 +154,7 @@ def test_a_killed_run_resumes_and_trains_each_prompt_once(inputs: Path, tmp_path
     command.when(lambda: run_dir.exists() and len(rows(run_dir)) >= 3)
     command.signal_group(signal.SIGKILL)
     command.wait()
-    run(inputs, config)
+    run_training(inputs, config)
     assert_tokens_belong_to_their_versions(run_dir, inputs, tmp_path, 2)
     assert trained_rows(run_dir) == expected_rows(inputs)
 
@@ -182,7 +175,7 @@ def test_the_asynchronous_loop_at_bound_zero_equals_the_synchronous_loop(inputs:
             inputs, name, "untied", algo={"mismatch": {"weight": "token"}}, eval={"every_steps": 2}
         )
         write_config(inputs / f"{name}.yaml", config)
-    run(inputs, yaml.safe_load((inputs / "sync.yaml").read_text()))
+    run_training(inputs, yaml.safe_load((inputs / "sync.yaml").read_text()))
     command = [sys.executable, "-c", AT_BOUND_ZERO, "train-grpo", "-c"]
     with (inputs / "bound-0.log").open("w") as log:
         subprocess.run(

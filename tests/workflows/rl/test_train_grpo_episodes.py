@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from test_train_grpo import make_inputs, model_after, rollouts, settings
-from training_runs import Command, metrics, succeed, write_config
+from training_runs import Command, metrics, run_training, succeed, write_config
 
 pytestmark = pytest.mark.slow
 STEPS = 3
@@ -70,13 +70,6 @@ def episodes(inputs: Path, name: str, environment: dict[str, Any], **sections: A
     return config
 
 
-def run(inputs: Path, config: Any, *arguments: str) -> Path:
-    name = config["run"]["name"]
-    file = write_config(inputs / f"{name}.yaml", config)
-    succeed("train-grpo", "-c", str(file), *arguments, log=inputs / f"{name}.log")
-    return inputs / "runs" / name
-
-
 @torch.no_grad()
 def sequence_logprobs(model: Any, sequence: dict[str, Any]) -> np.ndarray:
     """Return the log-probabilities of the sampled tokens of a sequence at temperature 0.9."""
@@ -118,7 +111,7 @@ def test_episodes_are_sampled_recorded_and_trained_token_by_token(
     inputs: Path, tmp_path: Path
 ) -> None:
     algo = {"advantage": {"estimator": "gigpo"}}
-    run_dir = run(inputs, episodes(inputs, "retry", RETRY, algo=algo))
+    run_dir = run_training(inputs, episodes(inputs, "retry", RETRY, algo=algo))
     assert_tokens_belong_to_their_versions(run_dir, inputs, tmp_path)
     for step, report in enumerate(metrics(run_dir), 1):
         turns = [len(row["turns"]) for row in rollouts(run_dir, step)]
@@ -134,9 +127,9 @@ def test_episodes_are_sampled_recorded_and_trained_token_by_token(
 @pytest.mark.full
 def test_single_turn_equals_a_run_without_an_environment(inputs: Path) -> None:
     train = {"steps": STEPS, "micro_batch": 2, "optimizer": {"lr": 2e-3}}
-    plain = run(inputs, settings(inputs, "plain", "untied", train=train))
+    plain = run_training(inputs, settings(inputs, "plain", "untied", train=train))
     config = settings(inputs, "single", "untied", train=train)
-    single = run(inputs, {**config, "environment": {"name": "single_turn"}})
+    single = run_training(inputs, {**config, "environment": {"name": "single_turn"}})
     for step in range(1, STEPS + 1):
         for before, after in zip(rollouts(plain, step), rollouts(single, step), strict=True):
             assert {key: after[key] for key in before} == before
@@ -154,7 +147,7 @@ def test_an_own_environment_may_shorten_the_history(inputs: Path, tmp_path: Path
     log = {"rollouts": "parquet"}
     algo = {"advantage": {"estimator": "step_reinforce"}}
     config = episodes(inputs, "walk", environment, cluster=cluster, log=log, algo=algo)
-    run_dir = run(inputs, config)
+    run_dir = run_training(inputs, config)
     from msrl.tracking.rollouts import read_records
 
     records = read_records(run_dir / "rollouts" / "step_000001.parquet")
@@ -174,7 +167,7 @@ def test_episodes_keep_exact_versions_while_the_policy_trains(inputs: Path, tmp_
     config = episodes(inputs, "async", environment, algo=algo)
     config["train"]["steps"] = 5
     config["rollout"] |= {"async": {"max_staleness": 1}}
-    run_dir = run(inputs, config)
+    run_dir = run_training(inputs, config)
     assert assert_tokens_belong_to_their_versions(run_dir, inputs, tmp_path, 5) > 0
 
 
@@ -187,7 +180,7 @@ def test_an_interrupted_run_with_episodes_resumes_bit_for_bit(inputs: Path) -> N
         "lockstep": True,
         "max_turns": 2,
     }
-    whole = run(inputs, episodes(inputs, "steady", environment, algo=algo))
+    whole = run_training(inputs, episodes(inputs, "steady", environment, algo=algo))
     config = episodes(inputs, "broken", environment, algo=algo)
     config["checkpoint"] = {"every_steps": 1, "resume": "auto"}
     file = write_config(inputs / "broken.yaml", config)
@@ -281,7 +274,7 @@ def test_a_run_with_a_thousand_hostile_episodes_finishes_and_counts_every_fault(
     config = episodes(inputs, "hostile", environment, train=train)
     config["rollout"] |= {"prompts_per_step": 25, "samples_per_prompt": 8}
     config["checkpoint"] = {}
-    run_dir = run(inputs, config)
+    run_dir = run_training(inputs, config)
     opened, *moods = log.read_text().splitlines()  # the environment is opened once before the run
     assert len(moods) == 1000 and opened
     reports = metrics(run_dir)

@@ -37,6 +37,7 @@ from training_runs import (
     make_tmp,
     metrics,
     rows,
+    run_training,
     still_running,
     succeed,
     wait_for_end,
@@ -143,10 +144,10 @@ def named(config: dict[str, Any], name: str, **sections: dict[str, Any]) -> dict
 @pytest.fixture(scope="module")
 def complete_run(inputs, config) -> Path:
     """Folder of an uninterrupted run, whose temporary files are listed in `complete.tmp`."""
-    file, tmp = write_config(inputs / "complete.yaml", config), make_tmp()
-    succeed("train-sft", "-c", str(file), log=inputs / "complete.log", tmp=tmp)
+    tmp = make_tmp()
+    run = run_training(inputs, config, command="train-sft", tmp=tmp)
     (inputs / "complete.tmp").write_text("\n".join(files_in(tmp)))
-    return inputs / "runs" / "complete"
+    return run
 
 
 def test_a_run_writes_metrics_events_configuration_report_and_curves(complete_run, config):
@@ -451,9 +452,7 @@ def test_a_blend_is_resumed_bit_by_bit_with_the_rows_of_the_uninterrupted_run(in
     base = {**config, "data": data, "train": train, "cluster": cluster, "eval": {}}
     checkpoint = {"every_steps": 5, "keep": None, "export_hf": False}
     whole = {**base, "run": {**base["run"], "name": "blend"}, "checkpoint": checkpoint}
-    file = write_config(inputs / "blend.yaml", whole)
-    succeed("train-sft", "-c", str(file), log=inputs / "blend.log")
-    run = inputs / "runs" / "blend"
+    run = run_training(inputs, whole, command="train-sft")
     shortened = inputs / "runs" / "blend-shortened"
     shutil.copytree(run, shortened)
     shutil.rmtree(shortened / "checkpoints" / "iter_0000008")

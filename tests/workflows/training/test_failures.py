@@ -31,6 +31,7 @@ from training_runs import (
     make_tmp,
     metrics,
     rows,
+    run_training,
     shared_memory,
     still_running,
     succeed,
@@ -80,9 +81,7 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def undisturbed(inputs: Path) -> Path:
-    file = write_config(inputs / "undisturbed.yaml", config(inputs, "undisturbed"))
-    succeed("train-grpo", "-c", str(file), log=inputs / "undisturbed.log")
-    return inputs / "runs" / "undisturbed"
+    return run_training(inputs, config(inputs, "undisturbed"))
 
 
 def run_with_kills(

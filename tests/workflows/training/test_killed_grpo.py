@@ -20,7 +20,7 @@ import pytest
 
 from msrl.trainer.checkpointing.resume import SavedTraining
 from test_train_grpo import make_inputs, rollouts, settings
-from training_runs import Command, children, metrics, rows, succeed, write_config
+from training_runs import Command, children, metrics, rows, run_training, succeed, write_config
 
 pytestmark = [pytest.mark.slow, pytest.mark.full]
 STEPS, CRITIC_STEPS, WARMUP = 12, 7, 3
@@ -135,20 +135,9 @@ def inputs(tmp_path_factory) -> Path:
     return make_inputs(tmp_path_factory.mktemp("killed-grpo"))
 
 
-def uninterrupted(inputs: Path, config: dict[str, Any]) -> Path:
-    name = config["run"]["name"]
-    succeed(
-        "train-grpo",
-        "-c",
-        str(write_config(inputs / f"{name}.yaml", config)),
-        log=inputs / f"{name}.log",
-    )
-    return inputs / "runs" / name
-
-
 @pytest.fixture(scope="module")
 def whole(inputs) -> Path:
-    return uninterrupted(inputs, everything(inputs, "whole"))
+    return run_training(inputs, everything(inputs, "whole"))
 
 
 def is_saving(run: Path) -> bool:
@@ -248,7 +237,7 @@ def test_all_state_changes_in_steps_and_is_restored_bitwise(whole, killed):
 def test_a_killed_run_with_a_critic_equals_the_uninterrupted_one(inputs):
     """Kills happen while only the critic is trained, in a save, and when both are trained."""
     whole, run = (
-        uninterrupted(inputs, with_critic(inputs, "critic")),
+        run_training(inputs, with_critic(inputs, "critic")),
         inputs / "runs" / "killed-critic",
     )
     moments = [(at_step(run, WARMUP), 0.0), (in_a_save(run, 4), 0.0), (at_step(run, 5), 0.0)]
