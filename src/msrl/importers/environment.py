@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from msrl.config.sources import Origin, wrap
-from msrl.importers.secrets import holds_secret, is_secret_name
+from msrl.importers.secrets import is_secret
 from msrl.importers.shell import Script, Word
 from msrl.importers.translation import KeyStatus, SourceKey, Translation
 
@@ -28,7 +28,7 @@ def put_exports(translation: Translation, script: Script) -> None:
     )
     trains = starts_ray or translation.is_training
     for name, word in script.exported.items():
-        text = "***" if _is_secret(name, word) else word.text
+        text = "***" if is_secret(name, word.text) else word.text
         node = wrap(text, Origin(translation.name, word.line))
         entry = SourceKey("environment", name, name, node)
         _put_export(translation, entry, word, trains=trains)
@@ -39,10 +39,6 @@ def put_exports(translation: Translation, script: Script) -> None:
     for word, file in script.sources:
         _put_source(translation, word, file)
     translation.notes += [f"{translation.name}:{line}: {text}" for line, text in script.repairs]
-
-
-def _is_secret(name: str, word: Word) -> bool:
-    return is_secret_name(name) or holds_secret(word.text)
 
 
 def _put_source(translation: Translation, word: Word, file: Path | None) -> None:
@@ -68,7 +64,7 @@ def _put_export(translation: Translation, entry: SourceKey, word: Word, *, train
             "To hide devices, export the variable before msrl starts."
         )
         return translation.record(entry, KeyStatus.PLACEMENT, reason)
-    if _is_secret(entry.key, word):
+    if is_secret(entry.key, word.text):
         reason = "secrets are not written to files. Export it before msrl starts."
         return translation.record(entry, KeyStatus.DROPPED, reason)
     if not trains:

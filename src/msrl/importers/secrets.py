@@ -60,6 +60,11 @@ def holds_secret(value: object) -> bool:
     return _HEX_KEY.fullmatch(value.strip()) is not None or _LITERAL.search(value) is not None
 
 
+def is_secret(name: str, value: object) -> bool:
+    """Return True if the name or the value of a variable shows that it is a secret."""
+    return is_secret_name(name) or holds_secret(value)
+
+
 def mask_secrets(text: str) -> str:
     """Return a text with *** in place of literal secrets.
 

@@ -9,7 +9,7 @@ from typing import Any, cast
 from msrl.config.sources import Node, Origin, plain, read, wrap
 from msrl.errors import MsrlError, nearest
 from msrl.importers.placeholders import is_placeholder
-from msrl.importers.table import canonical, is_number
+from msrl.importers.table import as_list, canonical, is_number
 from msrl.importers.translation import KeyStatus, SourceKey, Translation
 
 _GRACE_S = 15.0  # from the time limit of a program to the limit of its call
@@ -240,9 +240,14 @@ def put_repeated(translation: Translation, section: str, key: str, node: Node) -
     translation.record(entry, KeyStatus.SAME, text)
 
 
-def as_list(value: object) -> list[Any]:
-    """Return a list unchanged, and any other value as a list of length 1."""
-    return cast("list[Any]", value) if isinstance(value, list) else [value]
+def as_mapping(value: object) -> dict[str, Any]:
+    """Return a mapping unchanged, and an empty one for any other value."""
+    return cast("dict[str, Any]", value) if isinstance(value, dict) else {}
+
+
+def settings_of(entry: SourceKey | None) -> dict[str, Any]:
+    """Return the keys of a value that is a section; none for another value."""
+    return {} if entry is None else as_mapping(entry.value)
 
 
 def refuse_unknown(translation: Translation, entry: SourceKey, known: Iterable[str]) -> None:

@@ -58,7 +58,7 @@ def _is_text(value: object) -> bool:
 
 
 def _is_texts(value: object) -> bool:
-    return all(_is_text(item) for item in _as_list(value))
+    return all(_is_text(item) for item in as_list(value))
 
 
 def _is_list(value: object) -> bool:
@@ -224,11 +224,12 @@ def _row(section: str, key: str, entry: Mapping[str, Any]) -> Row:
     assert not unknown, f"{section}.{key}: {unknown}"
     assert entry.get("form", "text") in FORMS, f"{section}.{key}: {entry['form']}"
     values: dict[str, Any] = {
-        name: tuple(_as_list(value)) if name in ("to", "off", "only") else value
+        name: tuple(as_list(value)) if name in ("to", "off", "only") else value
         for name, value in entry.items()
     }
     return Row(section, key, has_default="default" in entry, **values)
 
 
-def _as_list(value: Any) -> list[Any]:
+def as_list(value: object) -> list[Any]:
+    """Return a list unchanged, and any other value as a list of length 1."""
     return cast("list[Any]", value) if isinstance(value, list) else [value]

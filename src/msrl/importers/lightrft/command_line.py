@@ -16,9 +16,9 @@ from msrl.errors import MsrlError
 from msrl.importers.environment import put_exports
 from msrl.importers.megatron import convert_value
 from msrl.importers.programs import put_left_out
-from msrl.importers.sections import Keys, as_list, put_repeated, put_tracker_options
+from msrl.importers.sections import Keys, put_repeated, put_tracker_options
 from msrl.importers.shell import Word, flags, parse_script, repeated_flags
-from msrl.importers.table import load_table
+from msrl.importers.table import as_list, load_table
 from msrl.importers.translation import KeyStatus, Translation
 
 # Names in the guide for group_norm with another ratio or loss.

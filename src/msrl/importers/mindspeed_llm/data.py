@@ -12,8 +12,8 @@ from typing import Any
 
 from msrl.config.sources import Node, wrap
 from msrl.importers.conversions import weights_by_prefix
-from msrl.importers.sections import Keys, as_list
-from msrl.importers.table import canonical, load_table
+from msrl.importers.sections import Keys
+from msrl.importers.table import as_list, canonical, load_table
 from msrl.importers.translation import KeyStatus, Translation
 
 MARKS = ("output_prefix", "handler_name")

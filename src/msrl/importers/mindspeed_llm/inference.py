@@ -14,7 +14,8 @@ from msrl.config.sources import Origin, wrap
 from msrl.importers.conversions import top_k
 from msrl.importers.megatron import has_adapters
 from msrl.importers.mindspeed_llm.data import template_name
-from msrl.importers.sections import Keys, as_list
+from msrl.importers.sections import Keys
+from msrl.importers.table import as_list
 from msrl.importers.translation import KeyStatus, Translation
 
 _PROMPT = "how are you?"  # the only prompt of the original

@@ -5,7 +5,8 @@ Source: MindSpeed-LLM c77308a1, configs/checkpoint/model_cfg.json and tasks/mode
 
 from __future__ import annotations
 
-from msrl.importers.sections import Keys, as_list
+from msrl.importers.sections import Keys
+from msrl.importers.table import as_list
 from msrl.importers.translation import Translation
 from msrl.models.unsupported import UNSUPPORTED
 

@@ -8,8 +8,9 @@ answer, as in msrl.
 from __future__ import annotations
 
 from msrl.importers.megatron import is_resumed, loaded_adapters
-from msrl.importers.sections import Keys, as_list, same_path
+from msrl.importers.sections import Keys, same_path
 from msrl.importers.status import KeyStatus
+from msrl.importers.table import as_list
 from msrl.importers.translation import SourceKey, Translation
 
 STAGES = ("dpo", "simpo", "orm", "prm")

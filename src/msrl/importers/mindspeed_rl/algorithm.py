@@ -13,8 +13,8 @@ from msrl.importers.critic import record_unused
 from msrl.importers.megatron import convert_value
 from msrl.importers.micro_batches import MicroBatches, put_aggregation
 from msrl.importers.native_keys import refusal
-from msrl.importers.sections import Keys, as_list
-from msrl.importers.table import is_number
+from msrl.importers.sections import Keys
+from msrl.importers.table import as_list, is_number
 from msrl.importers.translation import KeyStatus, SourceKey, Translation
 
 # Default of update_max_packing_token_size, which max_packing_token_size does not change.

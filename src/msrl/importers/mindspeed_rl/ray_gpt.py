@@ -25,8 +25,8 @@ from msrl.importers.megatron import MegatronKeys, data_parallel, with_model
 from msrl.importers.micro_batches import MicroBatches, put_aggregation
 from msrl.importers.mindspeed_rl.algorithm import put_sources
 from msrl.importers.model_roles import needs_reference, put_layout, put_reference_weights
-from msrl.importers.sections import Keys, as_list, hydra_layers, same_path
-from msrl.importers.table import Table, canonical, load_table
+from msrl.importers.sections import Keys, hydra_layers, same_path
+from msrl.importers.table import Table, as_list, canonical, load_table
 from msrl.importers.translation import KeyStatus, Translation
 
 SECTIONS = ("megatron", "actor_rollout", "algorithm")

@@ -12,7 +12,7 @@ from typing import Any, cast
 
 from msrl.config.sources import plain, read, wrap
 from msrl.errors import MsrlError, nearest, similar
-from msrl.importers.sections import Keys, put_call_time
+from msrl.importers.sections import Keys, as_mapping, put_call_time
 from msrl.importers.status import KeyStatus
 from msrl.importers.table import is_number
 from msrl.importers.translation import SourceKey, Translation
@@ -83,12 +83,12 @@ def _tool(translation: Translation, entry: SourceKey, file: Path) -> tuple[str, 
         translation.add_error(entry, "file not found. Correct the path.")
         return "", {}
     try:
-        settings = _mapping(plain(read(path, is_old=True)))
+        settings = as_mapping(plain(read(path, is_old=True)))
     except MsrlError as error:
         translation.errors.append(str(error))
         return "", {}
     tools = settings.get("tools")
-    tool = _mapping(cast("list[Any]", tools)[0]) if isinstance(tools, list) and tools else {}
+    tool = as_mapping(cast("list[Any]", tools)[0]) if isinstance(tools, list) and tools else {}
     if not tool or len(cast("list[Any]", tools)) != 1:
         translation.add_error(entry, "not supported: the file must have one tool")
         return "", {}
@@ -98,18 +98,13 @@ def _tool(translation: Translation, entry: SourceKey, file: Path) -> tuple[str, 
             entry, f"not supported: the tool {kind}. Use environment.path for a tool of your own."
         )
         return "", {}
-    config = _mapping(tool.get("config"))
+    config = as_mapping(tool.get("config"))
     for key in config:
         if key not in _TOOL_KEYS[kind] and similar(key, _TOOL_KEYS[kind]):
             text = f"unknown key of the tool {kind}; {nearest(key, _TOOL_KEYS[kind])}"
             translation.errors.append(f"{path}: tools.0.config.{key}: {text}")
     options = _tool_options(translation, entry, kind, config)
     return _TOOLS[kind], options
-
-
-def _mapping(value: Any) -> dict[str, Any]:
-    """Return a mapping, or an empty one for any other value."""
-    return cast("dict[str, Any]", value) if isinstance(value, dict) else {}
 
 
 def _path(value: str, file: Path) -> Path | None:

@@ -11,11 +11,11 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeGuard, cast
 
-from msrl.config.sources import plain, wrap
+from msrl.config.sources import wrap
 from msrl.errors import did_you_mean, similar
 from msrl.importers.roll.instructions import game_texts
 from msrl.importers.roll.questions import QUESTIONS, tool_turns, translate_questions
-from msrl.importers.sections import Keys
+from msrl.importers.sections import Keys, settings_of
 from msrl.importers.status import KeyStatus
 from msrl.importers.translation import SourceKey, Translation
 
@@ -239,14 +239,14 @@ class _CustomEnv:
         if texts is None or config.get("action_lookup", "map_lookup") is not None:
             return None
         lookup, vocabulary = config.get("grid_lookup"), config.get("grid_vocab")
-        own = _settings(lookup)
+        own = settings_of(lookup)
         symbols = {int(key): str(value) for key, value in own.items() if str(key).isdigit()}
         instruction = config.value("env_instruction")
         return {
             "symbols": [{**texts.symbols, **symbols}[key] for key in sorted(texts.symbols)],
             "instructions": texts.instructions(
                 instruction if isinstance(instruction, str) else None,
-                _settings(vocabulary) if vocabulary is not None else None,
+                settings_of(vocabulary) if vocabulary is not None else None,
             ),
             "action_pattern": str(config.value("action_pattern") or "<answer>(.*?)</answer>"),
             "template": str(self.keys.value("agent_template")),
@@ -448,7 +448,7 @@ def _answer_tokens(manager: Keys, infer: Keys) -> int | None:
     if infer.get("max_new_tokens") is not None:
         return infer.number("max_new_tokens")
     entry = manager.get("generating_args")
-    value = _settings(entry).get("max_new_tokens")
+    value = settings_of(entry).get("max_new_tokens")
     if value is None or _is_integer(value):
         return value
     manager.add_error("generating_args", "max_new_tokens must be an integer")
@@ -531,18 +531,12 @@ def norm_scopes(settings: Mapping[str, Any]) -> tuple[str, str]:
 
 def _grouping(top: Keys) -> str:
     """Return the scope of `grouping`."""
-    grouping = _settings(top.get("reward_normalization")).get("grouping")
+    grouping = settings_of(top.get("reward_normalization")).get("grouping")
     return GROUPINGS.get(str(grouping or "batch"), "group")
 
 
 def _method(top: Keys) -> str:
-    return str(_settings(top.get("reward_normalization")).get("method", "identity"))
-
-
-def _settings(entry: SourceKey | None) -> dict[str, Any]:
-    """Return the keys of a section; an empty mapping for any other value."""
-    value: Any = plain(entry.node) if entry is not None else None
-    return cast("dict[str, Any]", value) if isinstance(value, dict) else {}
+    return str(settings_of(top.get("reward_normalization")).get("method", "identity"))
 
 
 _OPTIONS_KEY = "algo.options"
@@ -555,4 +549,4 @@ def reads_turns(top: Keys) -> bool:
 
 def reward_scopes(top: Keys) -> tuple[str, str]:
     """Return the scopes of the mean and the deviation by which an agentic run normalizes."""
-    return norm_scopes(_settings(top.get("reward_normalization")))
+    return norm_scopes(settings_of(top.get("reward_normalization")))

@@ -93,7 +93,7 @@ class _RollFile:
         self.translation = translation
         self.top = Keys.read(translation, "top", tree, "")
         self.train, self.infer, self.reference = (
-            self._worker(name) for name in ("actor_train", "actor_infer", "reference")
+            Worker.of(self.top, name) for name in ("actor_train", "actor_infer", "reference")
         )
         self.is_agentic = self.top.get(*_ENVIRONMENTS) is not None
         if self.is_agentic:
@@ -117,12 +117,6 @@ class _RollFile:
             self.infer.sections["generating_args"] = Keys(
                 self.translation, "generating_args", entries
             )
-
-    def _worker(self, name: str) -> Worker:
-        entry = self.top.get(name)
-        if entry is not None:
-            self.translation.record(entry, KeyStatus.APPLIED, "key by key")
-        return Worker(self.translation, name, entry.node if entry else None)
 
     def _num_domains(self) -> int:
         rewards = self.top.get("rewards")
@@ -429,7 +423,7 @@ class _RollFile:
         entry = self.top.get("critic")
         if entry is None or self.translation.algorithm != "gae":
             return
-        critic = self._worker("critic")
+        critic = Worker.of(self.top, "critic")
         devices.put_model("critic", critic)
         weights = critic.sections["model_args"].get("model_name_or_path")
         if weights is not None:
@@ -455,7 +449,7 @@ class _RollFile:
         """Translate evaluation during training; agentic runs evaluate in environments."""
         if self.is_agentic:
             return None
-        worker = self._worker("validation")
+        worker = Worker.of(self.top, "validation")
         if not put_validation(self.translation, self.top, worker.sections):
             return worker.record_all(
                 KeyStatus.DEAD,

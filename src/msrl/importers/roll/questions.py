@@ -6,10 +6,10 @@ roll/pipeline/agentic/env/gem and roll/pipeline/agentic/tools, and GEM 0.0.4.
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import Any
 
 from msrl.config.sources import Node, wrap
-from msrl.importers.sections import Keys, put_call_time, refuse_unknown
+from msrl.importers.sections import Keys, as_mapping, put_call_time, refuse_unknown
 from msrl.importers.status import KeyStatus
 from msrl.importers.table import is_number
 from msrl.importers.translation import SourceKey
@@ -55,7 +55,7 @@ def _tool(keys: Keys, entry: SourceKey) -> tuple[str, dict[str, Any]]:
     """Return the environment of the tool of a question, with its options."""
     translation = keys.translation
     config = _only_tool(entry)
-    kind = str(_mapping(config.value).get("tool_id"))
+    kind = str(as_mapping(config.value).get("tool_id"))
     if kind not in _TOOLS:
         text = f"not supported: msrl has one tool of {', '.join(_TOOLS)}. Use environment.path."
         translation.add_error(entry, text)
@@ -65,7 +65,7 @@ def _tool(keys: Keys, entry: SourceKey) -> tuple[str, dict[str, Any]]:
     _put_wrapper(keys, entry)
     text = f"environment.name: {_TOOLS[kind]}"
     translation.record(entry, KeyStatus.APPLIED, text)
-    values = _mapping(arguments.value)
+    values = as_mapping(arguments.value)
     if kind == "python_code":
         return "python_tool", {"max_calls": 1, "time_s": _put_time(keys, arguments)}
     if kind == "mcp":
@@ -92,7 +92,7 @@ def _inner(entry: SourceKey, name: str) -> SourceKey:
 
 def _put_time(keys: Keys, arguments: SourceKey) -> float:
     """Set the time limit of a call, and return the limit of its program in seconds."""
-    time_s = _mapping(arguments.value).get("timeout", _TIME_S)
+    time_s = as_mapping(arguments.value).get("timeout", _TIME_S)
     if is_number(time_s) and time_s > 0:
         put_call_time(keys.translation, arguments.origin, time_s)
         return float(time_s)
@@ -105,7 +105,7 @@ def _put_wrapper(keys: Keys, entry: SourceKey) -> None:
     """Check the wrapper of the tool, and report rewards of calls, which msrl does not give."""
     wrapper = _inner(entry, "wrapper_args")
     refuse_unknown(keys.translation, wrapper, (*_REWARDS, _USES))
-    arguments = _mapping(wrapper.value)
+    arguments = as_mapping(wrapper.value)
     uses = arguments.get(_USES)
     if uses is not None and (not isinstance(uses, int) or isinstance(uses, bool) or uses < 0):
         text = "must be an integer of 0 or more, or null"
@@ -119,11 +119,6 @@ def _put_wrapper(keys: Keys, entry: SourceKey) -> None:
 def tool_turns(keys: Keys) -> int | None:
     """Return the largest number of turns of an environment with a tool: its calls and an answer."""
     entry = keys.get("tool_wrapper")
-    arguments = _mapping(_inner(entry, "wrapper_args").value) if entry is not None else {}
+    arguments = as_mapping(_inner(entry, "wrapper_args").value) if entry is not None else {}
     calls = arguments.get(_USES, 10)  # default of GEM
     return calls + 1 if entry is not None and isinstance(calls, int) else None
-
-
-def _mapping(value: object) -> dict[str, Any]:
-    """Return a mapping, or an empty one for any other value."""
-    return cast("dict[str, Any]", value) if isinstance(value, dict) else {}

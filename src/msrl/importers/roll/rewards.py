@@ -7,8 +7,8 @@ from typing import Any, cast
 
 from msrl.config.sources import plain, wrap
 from msrl.importers.native_keys import refusal
-from msrl.importers.sections import Keys, as_list
-from msrl.importers.table import is_number
+from msrl.importers.sections import Keys, settings_of
+from msrl.importers.table import as_list, is_number
 from msrl.importers.translation import KeyStatus, SourceKey, Translation
 
 # math_17k_acc scores 1 for a correct boxed answer, else 0.
@@ -100,7 +100,7 @@ def _sources(translation: Translation, keys: Keys) -> list[dict[str, Any]]:
 def _judge(translation: Translation, keys: Keys, worker: SourceKey) -> dict[str, Any]:
     """Return the source of a domain that a language model judges: by an API, or one to serve."""
     is_api = keys.value("judge_model_type") in (None, "api")
-    sections = {name: _plain_section(keys, name) for name in ("model_args", "generating_args")}
+    sections = {name: settings_of(keys.get(name)) for name in ("model_args", "generating_args")}
     path = str(sections["model_args"].get("model_name_or_path") or "<model>").rstrip("/")
     model = str(keys.value("judge_model_name") or "<model>") if is_api else path.rpartition("/")[2]
     options: dict[str, Any] = {"model": model}
@@ -122,13 +122,6 @@ def _judge(translation: Translation, keys: Keys, worker: SourceKey) -> dict[str,
         keys.record(key, KeyStatus.APPLIED, "reward.sources: options of the judge")
     url = str(keys.value("judge_api_url") or "<address of the judge>") if is_api else _SERVED
     return {"judge": url, "options": options}
-
-
-def _plain_section(keys: Keys, name: str) -> dict[str, Any]:
-    """Return a section of a domain; an empty one if it is missing or of another form."""
-    entry = keys.get(name)
-    value = None if entry is None else plain(entry.node)
-    return cast("dict[str, Any]", value) if isinstance(value, dict) else {}
 
 
 def _options(translation: Translation, keys: Keys, worker: str) -> dict[str, Any]:

@@ -11,8 +11,9 @@ from typing import Any
 from msrl.config.sources import plain, wrap
 from msrl.importers.native_keys import refusal
 from msrl.importers.roll.training import put_profile
-from msrl.importers.secrets import holds_secret, is_secret_name
-from msrl.importers.sections import Keys, as_list
+from msrl.importers.secrets import is_secret
+from msrl.importers.sections import Keys
+from msrl.importers.table import as_list
 from msrl.importers.translation import KeyStatus
 
 _TRACKER_OPTIONS = {  # options of msrl's trackers by the original's arguments
@@ -57,7 +58,7 @@ def put_variables(keys: Keys) -> None:
     for name, value in values.items():
         if isinstance(value, (dict, list)):
             keys.translation.add_error(entry, f"{name} must be a text")
-    secrets = [name for name, value in values.items() if _is_secret(name, value)]
+    secrets = [name for name, value in values.items() if is_secret(name, value)]
     texts = {str(key): str(value) for key, value in values.items() if key not in secrets}
     why = _MODELSCOPE if texts.get("USE_MODELSCOPE", "0") != "0" else ""
     if secrets:
@@ -65,10 +66,6 @@ def put_variables(keys: Keys) -> None:
         why = "; ".join(part for part in (text, why) if part)
         keys.translation.remarks.append(f"{entry}: {text} before msrl starts.")
     keys.translation.assign(entry, ["cluster.env"], texts, why=why)
-
-
-def _is_secret(name: str, value: object) -> bool:
-    return is_secret_name(name) or holds_secret(value)
 
 
 def _trackers(top: Keys) -> None:

@@ -83,14 +83,8 @@ class _SupervisedFile:
         self.top = Keys(translation, "top", [e for e in entries if e.section == "top"])
         self.top.discard([entry.key for entry in self.top if entry.key not in keys], _READ)
         self.keys = keys
-        self.worker = self._worker(trainer)
-        self.engine = self._worker("student_infer")
-
-    def _worker(self, name: str) -> Worker:
-        entry = self.own.get(name)
-        if entry is not None:
-            self.translation.record(entry, KeyStatus.APPLIED, "key by key")
-        return Worker(self.translation, name, entry.node if entry else None)
+        self.worker = Worker.of(self.own, trainer)
+        self.engine = Worker.of(self.own, "student_infer")
 
     def translate(self) -> Translation:
         devices = Devices.from_keys(self.top, self.worker, self.engine)
@@ -185,7 +179,7 @@ class _SupervisedFile:
 
     def _put_reference(self, devices: Devices) -> None:
         """Translate the reference: its weights, if it has others, and separate devices."""
-        reference = self._worker("reference")
+        reference = Worker.of(self.own, "reference")
         paths = [
             keys.sections["model_args"].get("model_name_or_path")
             for keys in (self.worker, reference)
@@ -315,7 +309,7 @@ class _SupervisedFile:
             reason = "no evaluation without validation.data_args.file_name"
             self.top.record("eval_steps", KeyStatus.DEAD, reason)
             return
-        worker = self._worker("validation")
+        worker = Worker.of(self.own, "validation")
         steps = self.top.value("eval_steps")
         self.top.assign("eval_steps", ["eval.every_steps"], steps)
         text = "preprocess the rows with `msrl preprocess`, then use --set data.eval=PREFIX"

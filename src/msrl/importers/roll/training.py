@@ -12,7 +12,8 @@ from msrl.config.sources import wrap
 from msrl.config.templates import template_names
 from msrl.errors import MsrlError
 from msrl.importers.megatron import convert_value
-from msrl.importers.sections import Keys, as_list
+from msrl.importers.sections import Keys
+from msrl.importers.table import as_list
 from msrl.importers.translation import KeyStatus
 from msrl.models.families import load_shape
 

@@ -20,6 +20,14 @@ class Worker:
             translation, self.sections["strategy_args"], "strategy_config"
         )
 
+    @classmethod
+    def of(cls, keys: Keys, name: str) -> Worker:
+        """Return the worker whose section is a key of a file."""
+        entry = keys.get(name)
+        if entry is not None:
+            keys.translation.record(entry, KeyStatus.APPLIED, "key by key")
+        return cls(keys.translation, name, entry.node if entry else None)
+
     def _section(self, translation: Translation, keys: Keys, name: str) -> Keys:
         entry = keys.get(name)
         path = f"{self.name}.{name}" if entry is None else entry.path

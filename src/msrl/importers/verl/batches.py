@@ -13,17 +13,11 @@ from typing import Any, cast
 
 from msrl.config.sources import wrap
 from msrl.importers.native_keys import has_key
-from msrl.importers.sections import Keys, as_list
+from msrl.importers.sections import Keys, settings_of
+from msrl.importers.table import as_list
 from msrl.importers.translation import KeyStatus, SourceKey
 from msrl.importers.verl.layout import data_parallel, shared_ranks
-from msrl.importers.verl.sections import (
-    ACTOR,
-    MODEL,
-    OPTIM,
-    ROLLOUT,
-    Sections,
-    settings_of,
-)
+from msrl.importers.verl.sections import ACTOR, MODEL, OPTIM, ROLLOUT, Sections
 
 _PREFIX = "data/train"
 _TAG = "extra.tag"  # the column by which reward sources choose rows

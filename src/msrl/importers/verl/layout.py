@@ -10,18 +10,9 @@ from msrl.config.sources import wrap
 from msrl.importers.conversions import CONVERSIONS
 from msrl.importers.megatron import convert_value
 from msrl.importers.roll.training import put_virtual_stages
-from msrl.importers.sections import Keys
+from msrl.importers.sections import Keys, settings_of
 from msrl.importers.translation import KeyStatus, SourceKey, Translation
-from msrl.importers.verl.sections import (
-    ACTOR,
-    FSDP,
-    MEGATRON,
-    MODEL,
-    TRANSFORMER,
-    VEOMNI,
-    Sections,
-    settings_of,
-)
+from msrl.importers.verl.sections import ACTOR, FSDP, MEGATRON, MODEL, TRANSFORMER, VEOMNI, Sections
 
 _STRATEGIES = ("fsdp", "fsdp2", "megatron", "veomni")
 _HALF = ("float16", "fp16")

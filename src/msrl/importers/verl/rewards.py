@@ -11,10 +11,10 @@ from typing import Any
 
 from msrl.config.messages import node_at, written
 from msrl.config.sources import wrap
-from msrl.importers.sections import Keys
+from msrl.importers.sections import Keys, settings_of
 from msrl.importers.translation import KeyStatus, SourceKey
 from msrl.importers.verl.algorithm import filters_by_score
-from msrl.importers.verl.sections import Sections, settings_of
+from msrl.importers.verl.sections import Sections
 
 _FUNCTION, _MODEL = "reward.custom_reward_function", "reward.reward_model"
 _MANAGERS = ("naive", "dapo", "prime", "limited", "rate_limited")

@@ -8,18 +8,10 @@ from __future__ import annotations
 from typing import Any
 
 from msrl.config.sources import wrap
-from msrl.importers.sections import Keys, refuse_unknown
+from msrl.importers.sections import Keys, refuse_unknown, settings_of
 from msrl.importers.translation import KeyStatus, SourceKey
 from msrl.importers.verl.batches import updates_per_step
-from msrl.importers.verl.sections import (
-    ACTOR,
-    FSDP,
-    MEGATRON,
-    ROLLOUT,
-    VEOMNI,
-    Sections,
-    settings_of,
-)
+from msrl.importers.verl.sections import ACTOR, FSDP, MEGATRON, ROLLOUT, VEOMNI, Sections
 
 _ENGINES = {"sglang": "SGLang", "hf": "transformers", "trtllm": "TensorRT-LLM"}
 _AGENT = "single_turn_agent"

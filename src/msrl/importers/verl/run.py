@@ -8,11 +8,12 @@ from __future__ import annotations
 from msrl.config.sources import wrap
 from msrl.importers.critic import NOT_GAE
 from msrl.importers.native_keys import refusal
-from msrl.importers.sections import Keys, as_list
+from msrl.importers.sections import Keys, settings_of
+from msrl.importers.table import as_list
 from msrl.importers.translation import KeyStatus, SourceKey
 from msrl.importers.verl.algorithm import MEANS, OWN_MEANS, SUMS
 from msrl.importers.verl.batches import CRITIC, put_optimizer
-from msrl.importers.verl.sections import ACTOR, LOSS, Sections, settings_of
+from msrl.importers.verl.sections import ACTOR, LOSS, Sections
 
 _WITH_PROJECT = ("wandb", "swanlab")
 _VALUE_MODE = "algo.value.aggregate"

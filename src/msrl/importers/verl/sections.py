@@ -12,11 +12,10 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from msrl.config.messages import node_at
 from msrl.config.show import flow
-from msrl.config.sources import Node, plain, scalar
+from msrl.config.sources import Node, scalar
 from msrl.importers.sections import Keys
 from msrl.importers.table import Table
 from msrl.importers.translation import KeyStatus, SourceKey, Translation
@@ -145,12 +144,6 @@ def _expand_user(node: Node) -> Node:
         return node
     path = str(Path(text).expanduser())
     return Node(path, node.origin, path)
-
-
-def settings_of(entry: SourceKey | None) -> dict[str, Any]:
-    """Return the keys of a value that is a section; none for another value."""
-    is_section = entry is not None and isinstance(entry.node.value, dict)
-    return plain(entry.node) if entry is not None and is_section else {}
 
 
 # --- References to keys that a file does not set ---

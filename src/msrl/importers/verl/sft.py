@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from msrl.config.sources import Node, at, children, merge, wrap
 from msrl.importers.hydra import Override
-from msrl.importers.sections import Keys
+from msrl.importers.sections import Keys, settings_of
 from msrl.importers.shell import Word, flags
 from msrl.importers.translation import KeyStatus, Translation
 from msrl.importers.verl.batches import (
@@ -22,7 +22,7 @@ from msrl.importers.verl.batches import (
 )
 from msrl.importers.verl.layout import put_layout, shared_ranks
 from msrl.importers.verl.run import put_run
-from msrl.importers.verl.sections import FSDP, MODEL, OPTIM, Sections, settings_of, supervised_paths
+from msrl.importers.verl.sections import FSDP, MODEL, OPTIM, Sections, supervised_paths
 
 PROGRAMS = ("sft_trainer", "sft_trainer_ray", "fsdp_sft_trainer")
 _ENGINES = ("fsdp", "megatron", "veomni")
