@@ -13,6 +13,7 @@ from msrl.rewards.math.extract import explain_box, ground_truth, last_boxed, tru
 WRONG = -0.5
 NEEDS_ANSWER = True
 answer_refusal = truth_refusal
+explain = explain_box
 
 
 def score(response: str, answer: str, *, tolerance: float = 1e-4, percent: bool = True) -> float:
@@ -25,8 +26,3 @@ def score(response: str, answer: str, *, tolerance: float = 1e-4, percent: bool 
         return -1.0
     is_right = equal(ground_truth(answer), boxed, tolerance=tolerance, percent=percent)
     return 1.0 if is_right else WRONG
-
-
-def explain(response: str, answer: str) -> str:
-    """Return what the comparison sees."""
-    return explain_box(response, answer)

@@ -20,7 +20,7 @@ from msrl.rewards.math.extract import (
 WRONG = 0.0
 NEEDS_ANSWER = True
 answer_refusal = truth_refusal
-FORM = "<think>...</think> <answer>...\\boxed{...}...</answer>"
+_FORM = "<think>...</think> <answer>...\\boxed{...}...</answer>"
 _BODY = ("</think>", "<answer>", BOX, "}")
 
 
@@ -41,5 +41,5 @@ def has_form(response: str) -> bool:
 def explain(response: str, answer: str) -> str:
     """Return what the comparison sees."""
     if not has_form(response):
-        return f"The response does not have the form {FORM}. {explain_box(response, answer)}"
+        return f"The response does not have the form {_FORM}. {explain_box(response, answer)}"
     return explain_box(response, answer)

@@ -11,14 +11,10 @@ from msrl.rewards.math.extract import explain_box, ground_truth, last_boxed, tru
 WRONG = 0.0
 NEEDS_ANSWER = True
 answer_refusal = truth_refusal
+explain = explain_box
 
 
 def score(response: str, answer: str) -> float:
     """Return 1.0 or 0.0."""
     boxed = last_boxed(response)
     return 1.0 if boxed is not None and equal(ground_truth(answer), boxed) else WRONG
-
-
-def explain(response: str, answer: str) -> str:
-    """Return what the comparison sees."""
-    return explain_box(response, answer)

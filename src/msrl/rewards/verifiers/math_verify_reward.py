@@ -16,12 +16,13 @@ from msrl.rewards.math.equality import (
     boxed_formula,
     formula,
 )
-from msrl.rewards.math.extract import explain_box, ground_truth, truth_refusal
-from msrl.rewards.verifiers.base_acc import FORM, has_form
+from msrl.rewards.math.extract import ground_truth, truth_refusal
+from msrl.rewards.verifiers import base_acc
 
 WRONG = 0.0
 NEEDS_ANSWER = True
 answer_refusal = truth_refusal
+explain = base_acc.explain
 
 
 def score(response: str, answer: str) -> float:
@@ -29,7 +30,7 @@ def score(response: str, answer: str) -> float:
 
     An answer of more than 4096 characters, or with a value of more than 30,000 digits, is wrong.
     """
-    if not has_form(response):
+    if not base_acc.has_form(response):
         return WRONG
     claimed = response.rpartition("<answer>")[2].rpartition("</answer>")[0]
     if len(claimed) > MAX_CHARACTERS:
@@ -41,10 +42,3 @@ def score(response: str, answer: str) -> float:
 
 def _is_right(claimed: str, answer: str) -> bool:
     return are_equal(formula(ground_truth(answer)), boxed_formula(claimed))
-
-
-def explain(response: str, answer: str) -> str:
-    """Return what the comparison sees."""
-    if not has_form(response):
-        return f"The response does not have the form {FORM}. {explain_box(response, answer)}"
-    return explain_box(response, answer)
