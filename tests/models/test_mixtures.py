@@ -55,6 +55,7 @@ USUAL = (
     ("gpt-oss", "tp2 ep2 etp1"),
     ("hunyuan 3", "ep2"),
     ("ling 2", "tp2 ep2 etp1"),
+    ("glm 4.7 flash", "tp2"),
     ("deepseek v3.2", "one rank"),
     ("glm 5", "one rank"),
     ("glm 5.2", "one rank"),

@@ -23,6 +23,7 @@ MODELS = {
     "dense": {**QWEN2, "num_attention_heads": 12, "num_key_value_heads": 4, "hidden_size": 96},
     "latent": DEEPSEEK_V3,
     "sparse": MIXTURES["glm 5.2"].config,
+    "odd": {**MIXTURES["glm 5.2"].config, "num_attention_heads": 3, "num_key_value_heads": 3},
 }
 
 
@@ -106,6 +107,21 @@ def test_layouts_that_separate_a_choice_from_its_keys_are_refused(
     settings = ["model.path=sparse", *_settings(*sets)[1:]]
     with pytest.raises(MsrlError) as caught:
         load(["sft.yaml"], settings, command="train-sft")
+    assert_mentions(caught.value, *fragments)
+
+
+@pytest.mark.parametrize(
+    ("sets", "fragments"),
+    [
+        (("tp=2",), ("tp=2", "3 attention heads")),
+        (("cp=2", "cp_algo=ulysses"), ("cp=2", "ulysses", "3 attention heads")),
+    ],
+)
+def test_ranks_that_cannot_divide_the_heads_of_sparse_attention_are_refused(
+    folder: Path, sets: tuple[str, ...], fragments: tuple[str, ...]
+) -> None:
+    with pytest.raises(MsrlError) as caught:
+        load(["sft.yaml"], ["model.path=odd", *_settings(*sets)[1:]], command="train-sft")
     assert_mentions(caught.value, *fragments)
 
 

@@ -11,8 +11,8 @@ import pytest
 from safetensors.torch import load_file
 
 import families
-from families import FAMILIES
-from mixture_families import MIXTURES
+from families import FAMILIES, Family
+from mixture_families import DEEPSEEK_V32, MIXTURES
 from msrl.config.sections.train import LoraConfig, RecomputeConfig
 from msrl.trainer.settings import Layout
 from test_mixture_training import _assert_same, _train
@@ -22,7 +22,18 @@ pytestmark = pytest.mark.slow
 STEPS = 2
 DENSE = ("gemma 3", "ministral 3", "qwen3.5")
 SPARSE = ("deepseek v3.2", "glm 5.2")
-EXPERTS = ("glm 4.7 flash", "minimax m2", "hunyuan 3", "ling 2", "qwen3-next", *SPARSE)
+# Odd numbers of heads, and more chosen keys than the longest sequence has.
+VARIANTS = {
+    "odd heads": {
+        **DEEPSEEK_V32,
+        "num_attention_heads": 3,
+        "num_key_value_heads": 3,
+        "index_n_heads": 5,
+        "index_topk": 5,
+    },
+    "all keys": {**DEEPSEEK_V32, "index_topk": 64},
+}
+EXPERTS = ("glm 4.7 flash", "minimax m2", "hunyuan 3", "ling 2", "qwen3-next", *SPARSE, *VARIANTS)
 ULYSSES = {"cp_algo": "ulysses", "head_ranks": 2}
 LAYOUTS: dict[str, dict[str, Any]] = {
     "tp2": {"layout": Layout(tp=2)},
@@ -37,6 +48,8 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 DENSE_LAYOUTS = {**LAYOUTS, "tp2 sp": {"layout": Layout(tp=2, sp=True)}}
 # Delta networks have two key heads, which tp2 cp2 cannot divide.
 WITHOUT = {("qwen3.5", "tp2 cp2"), ("qwen3-next", "tp2 cp2")}
+# Ranks cannot divide three heads.
+WITHOUT |= {("odd heads", layout) for layout in ("tp2", "cp2", "tp2 cp2", "tp2 ep2 etp1")}
 EXPERT_LAYOUTS = {
     **LAYOUTS,
     "tp2 ep2 etp1": {"layout": Layout(tp=2, ep=2, etp=1)},
@@ -51,17 +64,22 @@ PAIRS = [
 FAST = [
     *(("gemma 3", "tp2 sp"), ("minimax m2", "tp2"), ("ling 2", "pp2 ep2")),
     *(("hunyuan 3", "tp2 ep2 etp1"), ("qwen3.5", "tp2"), ("qwen3-next", "cp2")),
-    *(("deepseek v3.2", "cp2"), ("glm 5.2", "pp2")),
+    *(("deepseek v3.2", "cp2"), ("glm 5.2", "pp2"), ("odd heads", "single rows")),
+    ("glm 4.7 flash", "tp2"),
 ]
 REMAINING = [pair for pair in PAIRS if pair not in FAST]
-TARGETS = ("in_proj_qkvz", "in_proj_ba", "q_proj", "o_proj", "out_proj")
-ADAPTERS = {"lora": LoraConfig(rank=4, alpha=8.0, targets=TARGETS)}
+# Layouts that train models with indexers on the loss of GRPO.
+FAST_POLICY, POLICY = ("tp2 ep2 etp1",), ("tp2", "pp2", "cp2", "dp2", "single rows", "pp2 ep2")
+ADAPTED = {
+    "qwen3-next": ("in_proj_qkvz", "in_proj_ba", "q_proj", "o_proj", "out_proj"),
+    "deepseek v3.2": ("linear_qkv", "q_b_proj", "kv_b_proj", "o_proj", "linear_fc1", "linear_fc2"),
+}
 
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Hugging Face folders with a small random model of each family."""
-    rows = FAMILIES | MIXTURES
+    rows = FAMILIES | MIXTURES | {name: Family(config, "") for name, config in VARIANTS.items()}
     root = tmp_path_factory.mktemp("families")
     return families.save_models(root, {name: rows[name] for name in DENSE + EXPERTS})
 
@@ -72,23 +90,32 @@ def _row(name: str, layout: str, folders: dict[str, Path]) -> Case:
     return dataclasses.replace(case, **changes.get(layout, {}))
 
 
+def _policy(name: str, layout: str, folders: dict[str, Path]) -> Case:
+    row = _row(name, layout, folders)
+    return dataclasses.replace(row, name=f"policy, {row.name}", loss="policy")
+
+
+def _adapted(name: str, layout: str, folders: dict[str, Path]) -> Case:
+    row, lora = _row(name, layout, folders), LoraConfig(rank=4, alpha=8.0, targets=ADAPTED[name])
+    return dataclasses.replace(row, name=f"adapters, {row.name}", more={"lora": lora})
+
+
 @pytest.fixture(scope="module")
 def results(folders: dict[str, Path]) -> dict[str, Result]:
-    singles = [_row(name, "single", folders) for name in DENSE + EXPERTS]
-    adapted = Case("adapters", folders["qwen3-next"], steps=STEPS, more=ADAPTERS)
     return _train(
         [
-            *singles,
+            *[_row(name, "single", folders) for name in DENSE + EXPERTS],
             *[_row(name, layout, folders) for name, layout in FAST],
-            adapted,
-            dataclasses.replace(adapted, name="adapters, tp2", layout=Layout(tp=2)),
+            *[_policy(x, layout, folders) for x in SPARSE for layout in ("single", *FAST_POLICY)],
+            *[_adapted(x, layout, folders) for x in ADAPTED for layout in ("single", "tp2")],
         ]
     )
 
 
 @pytest.fixture(scope="module")
 def more_results(folders: dict[str, Path]) -> dict[str, Result]:
-    return _train([_row(name, layout, folders) for name, layout in REMAINING])
+    policies = [_policy(name, layout, folders) for name in SPARSE for layout in POLICY]
+    return _train([*[_row(name, layout, folders) for name, layout in REMAINING], *policies])
 
 
 @pytest.mark.parametrize(("name", "layout"), FAST)
@@ -98,16 +125,29 @@ def test_a_family_trains_equally_in_some_layouts(
     _assert_same(results[f"{name}, {layout}"], results[f"{name}, single"])
 
 
+@pytest.mark.parametrize("layout", FAST_POLICY)
 @pytest.mark.parametrize("name", SPARSE)
-def test_an_indexer_is_not_trained(
-    results: dict[str, Result], folders: dict[str, Path], name: str
+def test_sparse_attention_trains_equally_on_the_loss_of_grpo(
+    results: dict[str, Result], name: str, layout: str
 ) -> None:
-    before = load_file(folders[name] / "model.safetensors")
-    after = results[f"{name}, single"].weights
+    _assert_same(results[f"policy, {name}, {layout}"], results[f"policy, {name}, single"])
+
+
+@pytest.mark.parametrize("row", [*(f"{name}, single" for name in SPARSE), "odd heads, single rows"])
+def test_an_indexer_is_not_trained(
+    results: dict[str, Result], folders: dict[str, Path], row: str
+) -> None:
+    same = _unchanged(results[row], folders[row.partition(",")[0]])
+    assert {key for key in same if ".indexer." not in key and "e_score" not in key} == set()
+
+
+def _unchanged(result: Result, folder: Path) -> set[str]:
+    """Return the names of the weights that a training left as they were, the indexers' included."""
+    before, after = load_file(folder / "model.safetensors"), result.weights
     assert before.keys() == after.keys()
     same = {key for key, tensor in before.items() if np.array_equal(tensor.numpy(), after[key])}
     assert {key for key in before if ".indexer." in key} <= same
-    assert {key for key in same if ".indexer." not in key and "e_score" not in key} == set()
+    return same
 
 
 @pytest.mark.full
@@ -118,7 +158,23 @@ def test_all_families_train_equally_in_all_layouts(
     _assert_same(more_results[f"{name}, {layout}"], results[f"{name}, single"])
 
 
-def test_adapters_of_delta_networks_train_equally_on_several_ranks(
-    results: dict[str, Result],
+@pytest.mark.full
+@pytest.mark.parametrize("layout", POLICY)
+@pytest.mark.parametrize("name", SPARSE)
+def test_sparse_attention_trains_equally_on_the_loss_of_grpo_in_more_layouts(
+    results: dict[str, Result], more_results: dict[str, Result], name: str, layout: str
 ) -> None:
-    _assert_same(results["adapters, tp2"], results["adapters"])
+    _assert_same(more_results[f"policy, {name}, {layout}"], results[f"policy, {name}, single"])
+
+
+@pytest.mark.parametrize("name", ADAPTED)
+def test_adapters_train_equally_on_several_ranks(results: dict[str, Result], name: str) -> None:
+    _assert_same(results[f"adapters, {name}, tp2"], results[f"adapters, {name}, single"])
+
+
+def test_adapters_change_latent_attention_around_an_unchanged_indexer(
+    results: dict[str, Result], folders: dict[str, Path]
+) -> None:
+    same = _unchanged(results["adapters, deepseek v3.2, single"], folders["deepseek v3.2"])
+    adapted = ("a_proj.", "mqa.", "b_proj.", "o_proj.", "gate_proj.", "up_proj.", "down_proj.")
+    assert not [key for key in same if any(part in key for part in adapted)]

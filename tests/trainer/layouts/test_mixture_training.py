@@ -40,6 +40,14 @@ MODELS = {
     "deepseek v3": {**DEEPSEEK_V3, "first_k_dense_replace": 2},
     "deepseek v3.2": DEEPSEEK_V32,
     "glm 5.2": MIXTURES["glm 5.2"].config,
+    "deepseek v3.2, odd heads": {
+        **DEEPSEEK_V32,
+        "num_attention_heads": 3,
+        "num_key_value_heads": 3,
+        "index_n_heads": 5,
+        "index_topk": 5,
+    },
+    "deepseek v3.2, all keys": {**DEEPSEEK_V32, "index_topk": 64},
 }
 LAYOUTS = {
     "tp2": Case("", Path(), Layout(tp=2)),
@@ -89,6 +97,8 @@ ALSO_COMPARED = (
     ("deepseek v2 lite", "pp2 vpp1 ep2"),
     ("deepseek v3.2", "tp2 ep2 etp1"),
     ("glm 5.2", "ep2"),
+    ("deepseek v3.2, odd heads", "ep2"),
+    ("deepseek v3.2, all keys", "tp2 ep2 etp1"),
 )
 
 
