@@ -23,7 +23,6 @@ _MAX_VALUES = 20_000  # that references insert
 _MAX_CHARS = 10_000_000
 _MAX_HINTS = 10
 _MAX_LEVELS = 50  # of references to values with references
-MIN_SECRET = 6  # shorter values are not replaced in texts
 _RESOLVED_BY_SENDER = re.compile(
     r"\.headers\.[^.]+$|^reward\.sources\.\d+\.url$|^algo\.distill\.teachers\.\d+\.(url|api_key)$"
 )
@@ -36,22 +35,6 @@ def with_environment(text: str) -> str:
         KeyError: a variable is not set.
     """
     return _VARIABLE.sub(lambda match: os.environ[match[1].strip()], text)
-
-
-def without_environment(text: str, template: str) -> str:
-    """Return a text in which the values of the variables of `template` are references again.
-
-    Short values stay, since they may be ordinary words.
-
-    >>> without_environment(f"no file {os.environ['PATH']}", "${env:PATH}/x")
-    'no file ${env:PATH}'
-    """
-    names = {name.strip() for name in _VARIABLE.findall(template)}
-    values = {os.environ.get(name, ""): name for name in names}
-    for value in sorted(values, key=len, reverse=True):
-        if len(value) >= MIN_SECRET:
-            text = text.replace(value, f"${{env:{values[value]}}}")
-    return text
 
 
 class Interpolation:

@@ -75,11 +75,16 @@ def _plain(value: Any) -> Any:
 
 def redacted(text: str, config: Config) -> str:
     """Return a text with the values of the configuration's environment variables replaced."""
-    names = {
-        name.strip()
-        for reference in config.references.values()
-        for name in _VARIABLE.findall(reference)
-    }
+    return without_environment(text, " ".join(config.references.values()))
+
+
+def without_environment(text: str, template: str) -> str:
+    """Return a text in which the values of the variables of `template` are references again.
+
+    >>> without_environment(f"no file {os.environ['PATH']}", "${env:PATH}/x")
+    'no file ${env:PATH}'
+    """
+    names = {name.strip() for name in _VARIABLE.findall(template)}
     values = {os.environ.get(name, ""): name for name in sorted(names)}
     for value in sorted(values, key=len, reverse=True):
         if len(value) >= _MIN_SECRET:
