@@ -66,21 +66,20 @@ def _numbers(row: Mapping[Any, Any], read: frozenset[str]) -> Iterator[tuple[str
         part = cast("list[Any]", value)[-1] if isinstance(value, list) and value else value
         members = cast("dict[Any, Any]", part) if isinstance(part, dict) else {}
         for key, member in members.items():
-            if (number := _number(member)) is not None:
+            if not math.isnan(number := as_float(member)):
                 yield f"{name}.{key}", number
-        if name not in read and (number := _number(value)) is not None:
+        if name not in read and not math.isnan(number := as_float(value)):
             yield name, number
 
 
-def _number(value: Any) -> float | None:
-    """Return a number, also one that a CSV file has as text; None for other values and NaN."""
+def as_float(value: object) -> float:
+    """Return a number, also one that a CSV file has as text; NaN for other values."""
     if isinstance(value, bool) or not isinstance(value, int | float | str):
-        return None
+        return math.nan
     try:
-        number = float(value)
+        return float(value)
     except (ValueError, OverflowError):
-        return None
-    return None if math.isnan(number) else number
+        return math.nan
 
 
 @lru_cache(maxsize=1024)

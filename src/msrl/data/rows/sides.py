@@ -12,6 +12,7 @@ from typing import Any
 
 from msrl.data.columns import ColumnMapping, DroppedRow
 from msrl.data.rows.keys import truth
+from msrl.data.rows.scores import as_float
 from msrl.data.rows.turns import check_order, read_messages, read_turn, tools_text, with_system
 from msrl.errors import MsrlError
 from msrl.types import Conversation, Message, PreferenceRow
@@ -117,19 +118,9 @@ def _number(row: Any, columns: ColumnMapping, name: str, default: float) -> floa
     value = columns.value(row, name)
     if value is None or (isinstance(value, str) and not value.strip()):
         return default
-    number = _as_float(value)
+    number = as_float(value)
     if not math.isfinite(number):
         raise MsrlError(
             f"column {columns.paths[name]!r} (for {name!r}) contains {value!r}. Write a number."
         )
     return number
-
-
-def _as_float(value: object) -> float:
-    """Return a number or its text as a float; NaN for other values."""
-    if isinstance(value, bool) or not isinstance(value, int | float | str):
-        return math.nan
-    try:
-        return float(value)
-    except (ValueError, OverflowError):
-        return math.nan
