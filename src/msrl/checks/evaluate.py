@@ -7,6 +7,7 @@ from pathlib import Path
 
 from msrl.checks.evaluation import check_eval_sampling, check_eval_source
 from msrl.checks.inputs import path_hint
+from msrl.checks.rewards import check_sources
 from msrl.checks.rollout import check_temperature
 from msrl.config.loader import Resolved
 from msrl.data.files import location
@@ -21,7 +22,6 @@ from msrl.models.paths import (
     runs_on_ranks,
 )
 from msrl.plan.run_plan import RunPlan
-from msrl.rewards import sources
 
 
 def check_evaluate(resolved: Resolved) -> Iterator[str]:
@@ -84,17 +84,8 @@ def check_evaluation_prompts(resolved: Resolved, plan: RunPlan) -> Iterator[str]
 
 def check_evaluation_sources(resolved: Resolved, plan: RunPlan) -> Iterator[str]:
     """Check the reward sources. Reward models on training ranks cannot score here."""
-    sections, environment = resolved.config.reward.sources, resolved.config.environment
-    gives_rewards = environment.is_on and not environment.is_single_turn
-    entries = [sources.Source.of(section) for section in sections]
-    for number, key, message in sources.mistakes(entries, plan.hf_config):
-        if not sections and gives_rewards:
-            continue  # of the environment
-        if number is None:
-            yield f"reward.sources: {message}.{_run_hint(resolved)}"
-        else:
-            yield resolved.mistake(f"reward.sources.{number}.{key}", message)
-    for number, section in enumerate(sections):
+    yield from check_sources(resolved, plan, f".{_run_hint(resolved)}")
+    for number, section in enumerate(resolved.config.reward.sources):
         if runs_on_ranks(section.model, section.engine):
             yield resolved.mistake(
                 f"reward.sources.{number}.model",

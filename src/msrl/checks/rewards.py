@@ -13,20 +13,23 @@ from msrl.rewards import sources
 
 def check_rewards(resolved: Resolved, plan: RunPlan) -> Iterator[str]:
     """Check the reward sources, the reward models on training ranks, and the reward processing."""
-    sections, environment = resolved.config.reward.sources, resolved.config.environment
-    gives_rewards = environment.is_on and not environment.is_single_turn
-    is_optional = gives_rewards or plan.is_distillation
-    for number, key, message in sources.mistakes(
-        [sources.Source.of(section) for section in sections], plan.hf_config
-    ):
-        if not sections and is_optional:
-            continue
-        if number is None:
-            yield f"reward.sources: {message}"
-        else:
-            yield resolved.mistake(f"reward.sources.{number}.{key}", message)
+    yield from check_sources(resolved, plan)
     yield from _rank_models(resolved, plan)
     yield from _reward_steps(resolved)
+
+
+def check_sources(resolved: Resolved, plan: RunPlan, hint: str = "") -> Iterator[str]:
+    """Check the reward sources. `hint` follows a message about all of them."""
+    sections, environment = resolved.config.reward.sources, resolved.config.environment
+    gives_rewards = environment.is_on and not environment.is_single_turn
+    if not sections and (gives_rewards or plan.is_distillation):
+        return
+    entries = [sources.Source.of(section) for section in sections]
+    for number, key, message in sources.mistakes(entries, plan.hf_config):
+        if number is None:
+            yield f"reward.sources: {message}{hint}"
+        else:
+            yield resolved.mistake(f"reward.sources.{number}.{key}", message)
 
 
 def _rank_models(resolved: Resolved, plan: RunPlan) -> Iterator[str]:
