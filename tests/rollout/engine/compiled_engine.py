@@ -21,6 +21,7 @@ from msrl.platforms import get
 from msrl.rollout.engine import EngineSettings
 from msrl.rollout.vllm import VllmEngine
 from msrl.types import Prompt, SamplingParams
+from transformers_logprobs import response_logprobs
 
 SAMPLING = SamplingParams(max_tokens=12, num_samples=3, seed=1, ignore_eos=True)
 
@@ -36,20 +37,13 @@ def main(tp: int, folders: Sequence[Path]) -> None:
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
         groups = engine.generate(prompts, SAMPLING, version)
         differences = [
-            np.abs(completion.logprobs - _logprobs(model, group.prompt, completion.token_ids)).max()
+            completion.logprobs
+            - response_logprobs(model, group.prompt.token_ids, completion.token_ids)
             for group in groups
             for completion in group.completions
         ]
-        print(max(differences), flush=True)
+        print(np.abs(np.concatenate(differences)).max(), flush=True)
     engine.close()
-
-
-def _logprobs(model: torch.nn.Module, prompt: Prompt, token_ids: np.ndarray) -> np.ndarray:
-    ids = torch.from_numpy(np.concatenate((prompt.token_ids, token_ids)))
-    with torch.no_grad():
-        logits = model(ids[None]).logits[0, len(prompt.token_ids) - 1 : -1]
-    logprobs = logits.double().log_softmax(-1)
-    return logprobs.gather(1, torch.from_numpy(token_ids)[:, None])[:, 0].numpy()
 
 
 if __name__ == "__main__":

@@ -14,12 +14,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 from msrl.rollout.engine import EngineSettings, NewTokens
 from msrl.rollout.runtime.engine_loop import EngineLoop, GroupRequest, LoopMessage, LoopReport
 from msrl.types import Completion, Ints, Prompt, RolloutGroup, SamplingParams, VersionRun
 from support import wait_until
+from transformers_logprobs import token_logprobs
 
 SAMPLING = SamplingParams(max_tokens=6, num_samples=2, ignore_eos=True)
 
@@ -323,12 +323,6 @@ def all_differences(
     return differences
 
 
-@torch.no_grad()
-def transformers_logprobs(model: Any, token_ids: Ints) -> Any:
-    logits = model(torch.from_numpy(token_ids)[None]).logits[0, :-1].log_softmax(-1)
-    return logits.gather(1, torch.from_numpy(token_ids)[1:, None])[:, 0].numpy()
-
-
 LONG = SamplingParams(max_tokens=90, num_samples=3, ignore_eos=True)
 
 
@@ -347,7 +341,7 @@ def test_each_token_of_a_run_with_many_updates_has_the_logprob_of_its_recorded_v
         return vllm_engine.score([token_ids])[0]
 
     def trainer_score(version: int, token_ids: Ints) -> Any:
-        return transformers_logprobs(models[version % len(models)], token_ids)
+        return token_logprobs(models[version % len(models)], token_ids)
 
     assert max(all_differences(groups, engine_score)) < 1e-5
     assert max(all_differences(groups, trainer_score)) < 1e-4
@@ -361,7 +355,7 @@ def test_without_recomputation_later_tokens_belong_to_no_version(
     groups, report = run_with_updates(vllm_engine, models, requests, recompute=False)
 
     def score(version: int, token_ids: Ints) -> Any:
-        return transformers_logprobs(models[version % len(models)], token_ids)
+        return token_logprobs(models[version % len(models)], token_ids)
 
     assert report.counters.recomputed_tokens == 0
     differences = all_differences(groups, score)
@@ -377,5 +371,5 @@ def test_without_recomputation_later_tokens_belong_to_no_version(
     peek(loop, salted)
     second = wait_for_groups(loop, 1)
     loop.close()
-    assert max(all_differences(first, lambda _, ids: transformers_logprobs(models[0], ids))) < 1e-4
-    assert max(all_differences(second, lambda _, ids: transformers_logprobs(models[1], ids))) < 1e-4
+    assert max(all_differences(first, lambda _, ids: token_logprobs(models[0], ids))) < 1e-4
+    assert max(all_differences(second, lambda _, ids: token_logprobs(models[1], ids))) < 1e-4

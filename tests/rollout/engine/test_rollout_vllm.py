@@ -19,6 +19,7 @@ from msrl.rollout.vllm import VllmEngine
 from msrl.types import Prompt, SamplingParams
 from support import ROOT, mentions
 from tiny_qwen2 import VOCAB_SIZE, make_model, make_tokenizer, save_model
+from transformers_logprobs import response_logprobs
 
 pytestmark = pytest.mark.slow
 RUN = "a run"
@@ -65,16 +66,6 @@ def prompts(*lengths: int) -> list[Prompt]:
     return [Prompt(10 + i, numbers.integers(0, 259, size=n)) for i, n in enumerate(lengths)]
 
 
-@torch.no_grad()
-def reference_logprobs(model, prompt_ids, response_ids, temperature=1.0) -> np.ndarray:
-    """Return log_softmax(logits / temperature) of the response tokens, computed by transformers.
-    [R]
-    """
-    ids = torch.tensor([*prompt_ids, *response_ids])
-    logits = model(ids[None]).logits[0, len(prompt_ids) - 1 : -1].double() / temperature
-    return logits.log_softmax(-1).gather(1, torch.tensor(response_ids)[:, None])[:, 0].numpy()
-
-
 def test_greedy_completions_equal_those_of_transformers(engine, model):
     batch = [*prompts(5, 40, 150), Prompt(0, np.asarray(SPECIAL))]
     groups = engine.generate(
@@ -118,7 +109,7 @@ def test_logprobs_are_those_of_the_sampling_distribution(engine, model, temperat
     sampling = SamplingParams(max_tokens=40, num_samples=4, temperature=temperature, seed=1)
     for group in engine.generate(prompts(3, 20, 130), sampling, 0):
         for completion in group.completions:
-            expected = reference_logprobs(
+            expected = response_logprobs(
                 model, group.prompt.token_ids, completion.token_ids, temperature
             )
             assert completion.logprobs.dtype == np.float32
@@ -150,7 +141,7 @@ def test_tokens_are_as_frequent_as_their_probabilities_say(engine, filters):
 def test_scores_equal_the_logprobs_of_transformers(engine, model):
     sequences = [p.token_ids for p in prompts(2, 17, 140)]
     for ids, scored in zip(sequences, engine.score(sequences), strict=True):
-        np.testing.assert_allclose(scored, reference_logprobs(model, ids[:1], ids[1:]), atol=1e-4)
+        np.testing.assert_allclose(scored, response_logprobs(model, ids[:1], ids[1:]), atol=1e-4)
 
 
 def test_new_weights_replace_all_old_ones_and_reset_the_prefix_cache(engine, model):
@@ -160,12 +151,10 @@ def test_new_weights_replace_all_old_ones_and_reset_the_prefix_cache(engine, mod
     other = make_model(tied=model.config.tie_word_embeddings, seed=1)
     engine.load_weights(other.named_parameters())
     for completion in engine.generate(batch, sampling, 1)[0].completions:
-        expected = reference_logprobs(other, batch[0].token_ids, completion.token_ids)
+        expected = response_logprobs(other, batch[0].token_ids, completion.token_ids)
         np.testing.assert_allclose(completion.logprobs, expected, atol=1e-4)
         assert (
-            abs(
-                expected - reference_logprobs(model, batch[0].token_ids, completion.token_ids)
-            ).max()
+            abs(expected - response_logprobs(model, batch[0].token_ids, completion.token_ids)).max()
             > 0.1
         )
 
@@ -349,7 +338,7 @@ def test_an_engine_on_two_devices_loads_new_weights_through_shared_memory(tmp_pa
             prompts(3, 20), SamplingParams(max_tokens=20, num_samples=2, seed=1), 0
         ):
             for completion in group.completions:
-                expected = reference_logprobs(other, group.prompt.token_ids, completion.token_ids)
+                expected = response_logprobs(other, group.prompt.token_ids, completion.token_ids)
                 np.testing.assert_allclose(completion.logprobs, expected, atol=1e-4)
     finally:
         engine.close()

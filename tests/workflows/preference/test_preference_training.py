@@ -28,6 +28,7 @@ from msrl.workflows.sft.rows import split
 from support import shared_data
 from tiny_qwen2 import save_model
 from training_runs import metrics, succeed, write_config, write_rows
+from transformers_logprobs import token_logprobs
 
 pytestmark = pytest.mark.slow
 STEPS = 4
@@ -132,13 +133,9 @@ def assert_resumes_bit_by_bit(
 # --- preference training ---
 
 
-def logprobs(model: Any, side: RenderedExample) -> torch.Tensor:
+def answer_logprob(model: Any, side: RenderedExample) -> float:
     """Return the log-probability of an answer under a model of transformers."""
-    ids = torch.from_numpy(side.token_ids)
-    with torch.no_grad():
-        logits = model(ids[None]).logits[0, :-1].double()
-    tokens = logits.log_softmax(-1).gather(-1, ids[1:, None]).squeeze(-1)
-    return tokens[torch.from_numpy(side.loss_mask[1:])].sum()
+    return float(token_logprobs(model, side.token_ids)[side.loss_mask[1:]].sum())
 
 
 def held_out(config: Config, kind: str = "pairs") -> list[Any]:
@@ -166,16 +163,20 @@ def test_dpo_starts_at_log_2_agrees_with_transformers_and_resumes_bit_by_bit(inp
     )
     rows = held_out(Config.model_validate(config, strict=False))
     sides = [
-        [0.1 * (logprobs(policy, side) - logprobs(reference, side)) for side in row.sides]
+        [
+            0.1 * (answer_logprob(policy, side) - answer_logprob(reference, side))
+            for side in row.sides
+        ]
         for row in rows
     ]
-    margins = torch.stack([chosen - rejected for chosen, rejected in sides])
+    chosen, rejected = torch.tensor(sides, dtype=torch.float64).T
+    margins = chosen - rejected
     weight = torch.tensor([row.weight for row in rows], dtype=torch.float64)
     expected = {
         "eval/loss": -F.logsigmoid(margins),
         "eval/margin": margins,
         "eval/accuracy": (margins > 0).double(),
-        "eval/chosen_reward": torch.stack([chosen for chosen, _ in sides]),
+        "eval/chosen_reward": chosen,
     }
     for name, values in expected.items():
         mean = ((values * weight).sum() / weight.sum()).item()

@@ -14,7 +14,7 @@ import pytest
 from msrl.checkpoint.source import open_mcore, open_weights
 from msrl.models.families import all_rules
 from msrl.tracking.rollouts import read_records
-from test_train_grpo import SOURCES, make_inputs, rollouts, settings, transformers_logprobs
+from test_train_grpo import SOURCES, make_inputs, rollouts, row_logprobs, settings
 from training_runs import rows, succeed, write_config
 
 pytestmark = [pytest.mark.slow, pytest.mark.full]
@@ -125,7 +125,7 @@ def test_a_reference_with_its_own_weights_and_layout_scores_with_them(inputs: Pa
             "prompt_ids": ids[~record.is_sampled].tolist(),
             "response_ids": ids[record.is_sampled].tolist(),
         }
-        expected = transformers_logprobs(teacher, row)
+        expected = row_logprobs(teacher, row)
         assert record.reference_logprobs is not None
         assert np.abs(record.reference_logprobs[record.is_sampled] - expected).max() < 1e-4
 

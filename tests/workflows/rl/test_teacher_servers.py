@@ -44,6 +44,7 @@ from test_grpo_update import Ranks, all_advantages
 from test_serve import Server
 from tiny_qwen2 import make_tokenizer, save_model
 from training_runs import metrics, succeed, write_rows
+from transformers_logprobs import token_logprobs
 
 KEY = "algo.distill.teachers.0.url"
 SECRET = "correct-horse-battery"
@@ -496,7 +497,7 @@ def test_a_served_teacher_has_the_log_probabilities_of_its_model_and_trains_a_st
         client = TeacherServer(section, KEY).connect(128)
         ids = np.random.default_rng(0).integers(3, 250, 40)
         model = AutoModelForCausalLM.from_pretrained(tmp_path / "teacher", dtype=torch.float32)
-        np.testing.assert_allclose(client.logprobs(ids), token_logprobs(model, ids), atol=1e-3)
+        np.testing.assert_allclose(client.logprobs(ids), all_logprobs(model, ids), atol=1e-3)
         _refuses_other_tokens(client, stranger)
         _trains(tmp_path, server.url)
     finally:
@@ -543,7 +544,7 @@ def _trains(folder: Path, url: str) -> None:
     )
     records = read_records(run / "rollouts" / "step_000001.parquet")
     expected = [
-        (token_logprobs(teacher, r.token_ids) - token_logprobs(student, r.token_ids))[r.is_sampled]
+        (all_logprobs(teacher, r.token_ids) - all_logprobs(student, r.token_ids))[r.is_sampled]
         for r in records
     ]
     actual = [record.advantages[record.is_sampled] for record in records]
@@ -555,9 +556,6 @@ def _trains(folder: Path, url: str) -> None:
         assert SECRET not in path.read_text()
 
 
-@torch.no_grad()
-def token_logprobs(model: Any, token_ids: np.ndarray) -> np.ndarray:  # [T] -> [T]
+def all_logprobs(model: Any, token_ids: np.ndarray) -> np.ndarray:  # [T] -> [T]
     """Return the log-probability of every token; 0 for the first."""
-    logprobs = model(torch.from_numpy(token_ids)[None]).logits[0, :-1].log_softmax(-1)
-    values = logprobs.gather(-1, torch.from_numpy(token_ids[1:])[:, None])[:, 0].numpy()
-    return np.concatenate(([0.0], values))
+    return np.concatenate(([0.0], token_logprobs(model, token_ids)))

@@ -43,6 +43,7 @@ from training_runs import (
     write_config,
     write_rows,
 )
+from transformers_logprobs import response_logprobs
 
 pytestmark = pytest.mark.slow
 STEPS = 4
@@ -303,18 +304,12 @@ def model_after(run: Path, step: int, start: Path, scratch: Path) -> Any:
     return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
 
 
-@torch.no_grad()
-def transformers_logprobs(model: Any, row: dict[str, Any], temperature: float = 0.9) -> np.ndarray:
-    """Return log_softmax(logits / temperature) of the response tokens."""
-    ids = torch.tensor([[*row["prompt_ids"], *row["response_ids"]]])
-    logits = model(ids).logits[0, len(row["prompt_ids"]) - 1 : -1].double() / temperature
-    return (
-        logits.log_softmax(-1).gather(1, torch.tensor(row["response_ids"])[:, None])[:, 0].numpy()
-    )
+def row_logprobs(model: Any, row: dict[str, Any]) -> np.ndarray:
+    return response_logprobs(model, row["prompt_ids"], row["response_ids"], temperature=0.9)
 
 
 def all_logprobs(model: Any, samples: list[dict[str, Any]]) -> np.ndarray:
-    return np.concatenate([transformers_logprobs(model, row) for row in samples])
+    return np.concatenate([row_logprobs(model, row) for row in samples])
 
 
 def assert_every_update_reached_the_engine(

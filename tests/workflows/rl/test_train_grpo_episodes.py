@@ -11,10 +11,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 from test_train_grpo import make_inputs, model_after, rollouts, settings
 from training_runs import Command, metrics, run_training, succeed, write_config
+from transformers_logprobs import token_logprobs
 
 pytestmark = pytest.mark.slow
 STEPS = 3
@@ -70,12 +70,9 @@ def episodes(inputs: Path, name: str, environment: dict[str, Any], **sections: A
     return config
 
 
-@torch.no_grad()
 def sequence_logprobs(model: Any, sequence: dict[str, Any]) -> np.ndarray:
     """Return the log-probabilities of the sampled tokens of a sequence at temperature 0.9."""
-    ids = torch.tensor([sequence["token_ids"]])
-    logits = model(ids).logits[0, :-1].double() / 0.9
-    values = logits.log_softmax(-1).gather(1, ids[0, 1:, None])[:, 0].numpy()
+    values = token_logprobs(model, sequence["token_ids"], temperature=0.9)
     return values[np.array(sequence["is_sampled"][1:])]
 
 
