@@ -102,7 +102,15 @@ def aggregated_loss(
 def by_loops(
     name: str, batch: Batch, weights: np.ndarray, ratio: str, low: float = 0.2, high: float = 0.28
 ) -> float:
-    total = 0.0
+    """Return the loss as a sum over tokens."""
+    return float((weights * token_losses(name, batch, ratio, low, high))[batch.mask].sum())
+
+
+def token_losses(
+    name: str, batch: Batch, ratio: str, low: float = 0.2, high: float = 0.28
+) -> np.ndarray:
+    """Return the formula of a loss at every trained token; 0 at others."""
+    losses = np.zeros(len(batch.new))
     for s in range(int(batch.sequences.max()) + 1):
         positions = [i for i in range(len(batch.new)) if batch.sequences[i] == s and batch.mask[i]]
         logs = [float(batch.new[i] - batch.old[i]) for i in positions]
@@ -111,8 +119,8 @@ def by_loops(
             token = golden.Token(
                 d, float(batch.advantages[i]), float(batch.new[i]), logs, low, high
             )
-            total += weights[i] * golden.LOSSES[name].formula(token)
-    return total
+            losses[i] = golden.LOSSES[name].formula(token)
+    return losses
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -132,22 +140,8 @@ def loss_at(name: str, batch: Batch, weights: np.ndarray, ratio: str, at: np.nda
         moved = batch.pick(np.arange(len(batch.new)))
         moved.new = at
         return aggregated_loss(name, moved, weights, ratio)[0]
-    fixed = loss_per_logprob(name, batch, ratio)
+    fixed = token_losses(name, batch, ratio) / batch.new  # -weight * A: the loss is linear
     return float((weights * fixed * at)[batch.mask].sum())
-
-
-def loss_per_logprob(name: str, batch: Batch, ratio: str) -> np.ndarray:
-    """-weight * A of the losses that are linear in the log-probability."""
-    result = np.zeros(len(batch.new))
-    for s in range(len(SIZES)):
-        positions = [i for i in range(len(batch.new)) if batch.sequences[i] == s and batch.mask[i]]
-        logs = [float(batch.new[i] - batch.old[i]) for i in positions]
-        for i, own in zip(positions, logs, strict=True):
-            d = own if ratio == "token" else sum(logs) / len(logs)
-            logprob = float(batch.new[i])
-            token = golden.Token(d, float(batch.advantages[i]), logprob, logs, 0.2, 0.28)
-            result[i] = golden.LOSSES[name].formula(token) / logprob
-    return result
 
 
 @pytest.mark.parametrize("mode", MODES)
