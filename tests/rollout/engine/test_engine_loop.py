@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -32,6 +32,8 @@ def group_request(index: int, sampling: SamplingParams = SAMPLING) -> GroupReque
 class ScriptedEngine:
     """Engine whose token is the number of weight updates. A step waits for permission."""
 
+    reason: Literal["stop", "length"] = "length"
+
     def __init__(self) -> None:
         self.weights, self.remaining, self.recomputed = 0, dict[str, int](), 0
         self.permission, self.num_steps = threading.Semaphore(0), 0  # begun
@@ -50,7 +52,7 @@ class ScriptedEngine:
         outputs = list[NewTokens]()
         for request in list(self.remaining):
             self.remaining[request] -= 1
-            reason = None if self.remaining[request] else "length"
+            reason = None if self.remaining[request] else self.reason
             if reason:
                 del self.remaining[request]
             token = np.array([self.weights], dtype=np.int64)

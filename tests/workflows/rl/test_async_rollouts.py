@@ -29,7 +29,7 @@ from msrl.rewards.score import Scores
 from msrl.rollout.engine import NewTokens, sample_seeds
 from msrl.rollout.runtime.buffer import Stage
 from msrl.rollout.runtime.engine_loop import EngineLoop, GroupRequest, LoopCounters, LoopReport
-from msrl.types import Completion, Ints, Prompt, Reward, RolloutGroup, SamplingParams, ScoredGroup
+from msrl.types import Completion, Prompt, Reward, RolloutGroup, SamplingParams, ScoredGroup
 from msrl.workflows.rl.asynchronous.dispatcher import Dispatcher
 from msrl.workflows.rl.asynchronous.engines import NO_WEIGHTS, LoopingEngines
 from msrl.workflows.rl.asynchronous.rollouts import AsyncRollouts
@@ -40,17 +40,20 @@ from msrl.workflows.rl.sources import AsynchronousSource
 from msrl.workflows.rl.step import Clock
 from msrl.workflows.training.transport.base import Calls, Workers
 from support import ROOT, mentions, wait_until
+from test_engine_loop import ScriptedEngine
 
 ROWS, BATCH, STEPS = 12, 3, 6
 SAMPLING = SamplingParams(max_tokens=8, num_samples=2, seed=5)
 
 
-class RandomEngine:
-    """Engine whose requests have random lengths and whose token is its number of updates."""
+class RandomEngine(ScriptedEngine):
+    """Engine whose requests have random lengths, and which waits for no permission."""
+
+    reason = "stop"
 
     def __init__(self, seed: int) -> None:
-        self.random, self.remaining, self.weights = random.Random(seed), dict[str, int](), 0
-        self.hangs = False
+        super().__init__()
+        self.random, self.hangs = random.Random(seed), False
 
     def add_request(
         self, request: str, prompt: Prompt, sampling: SamplingParams, seed: int | None, salt: str
@@ -59,25 +62,8 @@ class RandomEngine:
 
     def step(self) -> list[NewTokens]:
         time.sleep(self.random.choice([0.0, 0.0, 0.002]))
-        outputs = list[NewTokens]()
-        for request in [] if self.hangs else list(self.remaining):
-            self.remaining[request] -= 1
-            reason = None if self.remaining[request] else "stop"
-            if reason:
-                del self.remaining[request]
-            tokens = np.array([self.weights], dtype=np.int64)
-            outputs.append(NewTokens(request, tokens, np.zeros(1, np.float32), reason))
-        return outputs
-
-    def abort_requests(self, requests: Sequence[str]) -> None:
-        for request in requests:
-            del self.remaining[request]
-
-    def recompute_requests(self) -> None:
-        """Do nothing: there are no keys and values."""
-
-    def text(self, token_ids: Ints) -> str:
-        return ""
+        self.allow(1)
+        return [] if self.hangs else super().step()
 
 
 class LocalEngines(FakeWorkers):
