@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ import pytest
 from machines import Machines, why_impossible
 from msrl import platforms
 from msrl.trainer.checkpointing.resume import SavedTraining
-from support import ROOT, assert_mentions, python_path
+from support import ROOT, assert_mentions, python_path, wait_until
 from test_train_grpo import make_inputs, rollouts, settings
 from training_runs import LIMIT_S, metrics, rows, run_training, write_config
 
@@ -65,10 +65,14 @@ class Site:
 
     def wait_for(self, text: str, name: str, command: Any) -> None:
         """Wait until the output of a running command has this text."""
+        self.when(lambda: text in self.output(name), name, command)
+
+    def when(self, condition: Callable[[], bool], name: str, command: Any) -> None:
+        """Wait until the condition holds while a command runs."""
         deadline = time.monotonic() + LIMIT_S
-        while text not in self.output(name):
+        while not condition():
             assert command.poll() is None and time.monotonic() < deadline, self.output(name)
-            time.sleep(0.2)
+            time.sleep(0.05)
 
 
 @pytest.fixture(scope="module")
@@ -192,10 +196,7 @@ def test_a_run_goes_on_after_a_machine_was_cut_off_the_network_for_a_minute(
     site.machines.unplug(2)
     time.sleep(60)
     site.machines.plug(2)
-    deadline = time.monotonic() + LIMIT_S
-    while command.poll() is None and "Waiting for devices" not in site.output("cut"):
-        assert time.monotonic() < deadline, site.output("cut")
-        time.sleep(0.2)
+    wait_until(lambda: command.poll() is not None or "Waiting for devices" in site.output("cut"))
     if command.poll() is None:  # Ray ended the machine that it could not reach
         site.join("rejoin-cut")
     assert command.wait(LIMIT_S) == 0, site.output("cut")
@@ -210,10 +211,7 @@ def start_two_steps(site: Site, configuration: dict[str, Any]) -> tuple[Any, Pat
         site.folder / "runs" / name,
     )
     command = site.start(1, name, "train-grpo", "-c", str(file))
-    deadline = time.monotonic() + LIMIT_S
-    while len(rows(run)) < 2:
-        assert command.poll() is None and time.monotonic() < deadline, site.output(name)
-        time.sleep(0.05)
+    site.when(lambda: len(rows(run)) >= 2, name, command)
     return command, run
 
 

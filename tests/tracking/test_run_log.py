@@ -7,7 +7,6 @@ import io
 import json
 import re
 import sys
-import time
 import traceback
 from pathlib import Path
 from typing import Any
@@ -23,7 +22,7 @@ from msrl.types import StepReport
 from msrl.workflows import report
 from msrl.workflows.training import run_log
 from msrl.workflows.training.run_log import RunLog
-from support import HANG_S, assert_mentions, mentions
+from support import assert_mentions, mentions, wait_until
 
 
 def _no_room(*_: object, **__: object) -> None:
@@ -156,10 +155,7 @@ class Terminal(io.StringIO):
 
 
 def _wait_for(stream: io.StringIO, text: str) -> None:
-    deadline = time.monotonic() + HANG_S
-    while text not in stream.getvalue():
-        assert time.monotonic() < deadline, f"no {text!r}"
-        time.sleep(0.01)
+    wait_until(lambda: text in stream.getvalue())
 
 
 def test_a_terminal_shows_the_stage_of_a_step_until_something_is_printed(

@@ -34,7 +34,7 @@ from msrl.tracking.report import lines, summarize, write_report
 from msrl.tracking.run import RunFolder, read_attempts, resume_command, stack_versions
 from msrl.tracking.tracker import Trackers, open_trackers
 from msrl.types import StepReport
-from support import HANG_S, assert_mentions, mentions
+from support import assert_mentions, mentions, wait_until
 
 
 def report(step: int, **metrics: float) -> StepReport:
@@ -78,11 +78,8 @@ def test_progress_without_a_terminal_is_plain_lines_with_rate_and_remaining_time
 
 def test_progress_without_a_terminal_has_lines_while_nothing_advances() -> None:
     out = io.StringIO()
-    deadline = time.monotonic() + HANG_S
     with progress("loading", total=3, unit="sequences", stream=out, interval_s=0.01):
-        while not out.getvalue():
-            assert time.monotonic() < deadline, "no line"
-            time.sleep(0.01)
+        wait_until(out.getvalue)
     assert out.getvalue().startswith("loading: 0 of 3 sequences (0%), ")
 
 
