@@ -533,6 +533,7 @@ def test_the_exported_model_is_the_last_policy(whole, inputs, tmp_path):
     )
 
 
+@pytest.mark.full
 def test_every_weight_of_a_bfloat16_policy_learns_although_its_rounding_is_measured(inputs):
     from safetensors.torch import load_file
 
