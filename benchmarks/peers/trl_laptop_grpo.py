@@ -36,7 +36,9 @@ def main() -> None:
     config = GRPOConfig(
         output_dir=f"{args.inputs}/out_trl_grpo",
         max_steps=args.steps,
-        per_device_train_batch_size=64,
+        # Batches of 64 took more than 23 GB: TRL keeps the float32 logits of all tokens.
+        per_device_train_batch_size=16,
+        gradient_accumulation_steps=4,
         num_generations=8,
         max_completion_length=128,
         learning_rate=1e-6,
