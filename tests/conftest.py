@@ -26,12 +26,30 @@ sys.path[:0] = folders()
 sys.path.append(str(ROOT))  # for the package `benchmarks`
 
 # The slowest files, slowest first. In parallel runs, a slow file at the end would run alone.
-LONGEST = """
-    train_grpo training train_sft rewards_sandbox train_grpo_episodes sft_cluster serve
-    train_grpo_judge mixture_training preprocess rollout_families cluster rewards_model chat
-    checkpoint_distributed convert families rollout_vllm round_trips family_training
-    light_installation documentation
-""".split()
+LONGEST = (
+    "train_grpo",
+    "training",
+    "train_sft",
+    "rewards_sandbox",
+    "train_grpo_episodes",
+    "sft_cluster",
+    "serve",
+    "train_grpo_judge",
+    "mixture_training",
+    "preprocess",
+    "rollout_families",
+    "cluster",
+    "rewards_model",
+    "chat",
+    "checkpoint_distributed",
+    "convert",
+    "families",
+    "rollout_vllm",
+    "round_trips",
+    "family_training",
+    "light_installation",
+    "documentation",
+)
 
 
 def pytest_configure() -> None:
