@@ -8,7 +8,8 @@ import fcntl
 import hashlib
 import os
 import tempfile
-from collections.abc import Generator, Iterable
+from collections.abc import Generator, Iterable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import IO
 
@@ -56,6 +57,47 @@ def read_text_within(path: Path, max_bytes: int = MAX_JSON_BYTES) -> str:
     if len(content) > max_bytes:
         raise MsrlError(f"{path}: is larger than {max_bytes >> 20} MiB. Restore it.")
     return content.decode("utf-8")
+
+
+def has_hole(path: Path) -> bool:
+    """Return True if a file has a hole: bytes that it never wrote, which no text has."""
+    with path.open("rb") as file, contextlib.suppress(OSError):  # of unusual file systems
+        size = file.seek(0, os.SEEK_END)
+        return size > 0 and os.lseek(file.fileno(), 0, os.SEEK_HOLE) < size
+    return False
+
+
+class LinesWithin:
+    """Lines of the first bytes of a file that others may have written, with their line feeds.
+
+    `has_more` is True after the iteration if the file has more bytes than the limit. The line that
+    the limit cuts is left out.
+    """
+
+    def __init__(self, path: Path, max_bytes: int, max_line_bytes: int = MAX_JSON_BYTES) -> None:
+        self._path, self._max_bytes, self._max_line_bytes = path, max_bytes, max_line_bytes
+        self.has_more = False
+
+    def __iter__(self) -> Iterator[bytes]:
+        """Yield the lines.
+
+        Raises:
+            MsrlError: A line is too long, as one of a file with a hole.
+        """
+        num_bytes = 0
+        with self._path.open("rb") as file:
+            lines = iter(partial(file.readline, self._max_line_bytes + 1), b"")
+            for number, line in enumerate(lines, start=1):
+                num_bytes += len(line)
+                if len(line) > self._max_line_bytes:
+                    raise MsrlError(
+                        f"{self._path}:{number}: has more than {self._max_line_bytes >> 20} MiB. "
+                        "Restore the file, or delete the line."
+                    )
+                if num_bytes > self._max_bytes:
+                    self.has_more = True
+                    return
+                yield line
 
 
 @contextlib.contextmanager

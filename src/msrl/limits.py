@@ -1,4 +1,4 @@
-"""Limits for untrusted input: time of a computation, and characters that reach a terminal."""
+"""Limits for untrusted input: time and memory of a computation, and text for a terminal."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from pathlib import Path
 from types import FrameType
 from typing import TypeVar
 
@@ -79,6 +80,23 @@ def whole_number(text: str) -> int | None:
     `int` raises for more than 4,300 digits, and `str.isdigit` is also True for superscripts.
     """
     return int(text) if _DIGITS.fullmatch(text) else None
+
+
+@contextlib.contextmanager
+def memory_within(num_bytes: int) -> Generator[None, None, None]:
+    """Let allocations fail in the block once this process has that many more bytes than now.
+
+    The limit is one of the address space, and holds for all threads.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+    num_pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0])
+    limit = num_pages * resource.getpagesize() + num_bytes
+    limits = [value for value in (soft, hard) if value != resource.RLIM_INFINITY]
+    resource.setrlimit(resource.RLIMIT_AS, (min(limit, *limits) if limits else limit, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
 
 
 def printable(text: str) -> str:

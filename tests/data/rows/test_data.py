@@ -219,7 +219,7 @@ def test_rows_of_csv_are_read_in_batches_of_limited_bytes(tmp_path, monkeypatch)
 
 
 def test_a_compressed_array_that_expands_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr(readers, "_MAX_COMPRESSED_JSON_BYTES", 1000)
+    monkeypatch.setattr(readers, "_MAX_COMPRESSED_BYTES", 1000)
     (tmp_path / "x.json.gz").write_bytes(gzip.compress(b"[" + b" " * 2000 + b"]"))
     with pytest.raises(MsrlError, match=mentions("x.json.gz", "1,000", "line")):
         list(read_batches([tmp_path / "x.json.gz"]))

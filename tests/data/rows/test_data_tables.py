@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gzip
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from msrl import table_batches
 from msrl.data.files import readers
 from msrl.data.files.readers import find_files, read_batches
 from msrl.data.handlers import make_handler
@@ -253,3 +256,89 @@ def test_an_arrow_table_that_repeats_a_large_text_is_read_a_few_rows_at_a_time(t
         writer.write_table(table)
     batches = [len(batch.rows) for batch in read_batches((tmp_path / "x.arrow",))]
     assert max(batches) <= 8 and sum(batches) == 600
+
+
+def write_arrow(path: Path, column: Any, **options: Any) -> None:
+    batch = pa.record_batch({"a": column})
+    settings = pa.ipc.IpcWriteOptions(allow_64bit=True, **options)
+    with (
+        pa.OSFile(str(path), "wb") as sink,
+        pa.ipc.new_file(sink, batch.schema, options=settings) as writer,
+    ):
+        writer.write_batch(batch)
+
+
+def test_a_row_with_the_items_of_a_million_rows_is_refused(tmp_path: Path):
+    """Its column has few bytes on disk, and few items per row on average."""
+    count = 17_000_000
+    offsets = pa.array([0] + [count] * 1000, pa.int32())
+    items = pa.repeat(pa.scalar(0, pa.int32()), count)
+    path = tmp_path / "x.parquet"
+    pq.write_table(pa.table({"a": pa.ListArray.from_arrays(offsets, items)}), path)
+    assert path.stat().st_size < 100_000
+    with pytest.raises(MsrlError, match=mentions("x.parquet", "row 1", "limit")):
+        read(path)
+
+
+@pytest.mark.parametrize("compression", ["zstd", "lz4"])
+def test_a_compressed_arrow_batch_that_expands_is_refused(tmp_path: Path, compression: str):
+    path = tmp_path / "x.arrow"
+    write_arrow(path, pa.array(["x" * (65 << 20)]), compression=compression)
+    assert path.stat().st_size < 1 << 20
+    with pytest.raises(MsrlError, match=mentions("x.arrow", "row 1", "limit")):
+        read(path)
+
+
+def test_a_decoder_that_needs_more_memory_than_allowed_is_one_message(
+    tmp_path: Path, monkeypatch: Any
+):
+    monkeypatch.setattr(table_batches, "_MAX_DECODER_BYTES", 1 << 20)
+    path = tmp_path / "x.arrow"
+    path.write_bytes(b"x")
+    batches = (bytearray(number << 30) for number in (0, 1))
+    with pytest.raises(MsrlError, match=mentions("x.arrow", "memory")):
+        list(table_batches.within_memory(batches, path))
+    assert len(bytearray(1 << 24)) == 1 << 24, "the limit ends with the block"
+
+
+def nulls(count: int) -> Any:
+    return pa.nulls(count)
+
+
+EXPANDING = {
+    "empty rows": lambda: nulls(1 << 33),
+    "lists of nulls": lambda: pa.LargeListArray.from_arrays(pa.array([0, 1 << 33]), nulls(1 << 33)),
+    "fixed lists": lambda: pa.FixedSizeListArray.from_arrays(nulls((1 << 31) - 1), (1 << 31) - 1),
+    "runs": lambda: pa.RunEndEncodedArray.from_arrays(pa.array([1 << 40]), pa.array(["x"])),
+    "views": lambda: pa.ListViewArray.from_arrays(
+        pa.array([0] * 99, pa.int32()), pa.array([9] * 99, pa.int32()), pa.array(["x"] * 9)
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", EXPANDING)
+def test_an_arrow_file_of_a_few_bytes_with_billions_of_values_is_refused(tmp_path: Path, kind: str):
+    path = tmp_path / "x.arrow"
+    write_arrow(path, EXPANDING[kind]())
+    assert path.stat().st_size < 10_000
+    with pytest.raises(MsrlError, match=mentions("x.arrow")):
+        read(path)
+
+
+def test_a_compressed_arrow_file_is_decompressed_up_to_a_limit(tmp_path: Path, monkeypatch: Any):
+    monkeypatch.setattr(readers, "_MAX_COMPRESSED_BYTES", 1 << 20)
+    (tmp_path / "x.arrow.gz").write_bytes(gzip.compress(b"ARROW1\0\0" + bytes(4 << 20)))
+    with pytest.raises(MsrlError, match=mentions("x.arrow.gz", "bytes")):
+        read(tmp_path / "x.arrow.gz")
+
+
+@pytest.mark.parametrize("start", [b"[", b"  ", b""])
+def test_a_json_array_with_a_hole_is_not_read(tmp_path: Path, start: bytes):
+    path = tmp_path / "x.json"
+    path.write_bytes(start)
+    os.truncate(path, 1 << 30)
+    with pytest.raises(MsrlError, match=mentions("x.json", "hole")):
+        read(path)
+    os.truncate(path, 1 << 40)
+    with pytest.raises(MsrlError, match=mentions("x.json", "one row per line")):
+        read(path)

@@ -23,9 +23,11 @@ from pathlib import Path
 from typing import Any
 
 from msrl.data.files.splits import folder_files
-from msrl.data.files.tables import check_schema, read_rows
+from msrl.data.files.tables import check_schema, read_rows, size_in_memory
 from msrl.errors import MsrlError
+from msrl.files import has_hole
 from msrl.strict_json import loads
+from msrl.table_batches import check_number_of_rows, record_batches, within_memory
 
 SUFFIXES = (".json", ".jsonl", ".ndjson", ".parquet", ".arrow", ".csv", ".tsv", ".txt")
 COMPRESSIONS = {".gz": "gzip", ".zst": "zstd", ".bz2": "bz2"}
@@ -34,7 +36,8 @@ MAX_BYTES = 1 << 20
 MAX_LINE_BYTES = 64 << 20  # of a row in any format
 _MAX_DECODED_BYTES = 64 << 20  # of rows of a table that are decoded at once
 _BLOCK_BYTES = 1 << 20
-_MAX_COMPRESSED_JSON_BYTES = 1 << 30  # decompressed; a small file may hold any number of bytes
+_MEMORY_PER_BYTE = 8  # of a JSON array in memory
+_MAX_COMPRESSED_BYTES = 1 << 30  # of a file that is decompressed whole; a small one may hold any
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,11 +232,26 @@ def _read_lines(path: Path) -> Iterator[RowBatch]:
 def _read_json(path: Path) -> Iterator[RowBatch]:
     """Yield the rows of a JSON array, or a single JSON object as the only row."""
     with _open(path) as file:
+        if path.suffix not in COMPRESSIONS:
+            _check_whole(path)
         content = _decompressed(file, path) if path.suffix in COMPRESSIONS else file.read()
         loaded = _parse(content, str(path))
     rows = loaded if isinstance(loaded, list) else [loaded]
     for start in range(0, len(rows), MAX_ROWS):
         yield RowBatch(str(path), start + 1, rows[start : start + MAX_ROWS], lines=False)
+
+
+def _check_whole(path: Path) -> None:
+    """Raise MsrlError for a file that is too large to be parsed as a whole, or has a hole."""
+    size = path.stat().st_size
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if size > max(_MAX_COMPRESSED_BYTES, memory // _MEMORY_PER_BYTE):
+        raise MsrlError(
+            f"{path}: is one JSON array of {size:,} bytes, which this machine cannot parse in its "
+            "memory. Write one row per line."
+        )
+    if has_hole(path):
+        raise MsrlError(f"{path}: has a hole, which is no text. Restore the file.")
 
 
 def _decompressed(file: io.BufferedReader, path: Path) -> bytes:
@@ -247,77 +265,29 @@ def _decompressed(file: io.BufferedReader, path: Path) -> bytes:
     content = bytearray()
     while block := file.read(_BLOCK_BYTES):
         content += block
-        if len(content) > _MAX_COMPRESSED_JSON_BYTES:
+        if len(content) > _MAX_COMPRESSED_BYTES:
             raise MsrlError(
-                f"{path}: has more than {_MAX_COMPRESSED_JSON_BYTES:,} bytes in one JSON array. "
-                "Write one row per line, or decompress it."
+                f"{path}: has more than {_MAX_COMPRESSED_BYTES:,} bytes, which cannot be read in "
+                "parts. Write one row per line, or decompress it."
             )
     return bytes(content)
 
 
 def _read_parquet(path: Path) -> Iterator[RowBatch]:
     """Yield the rows of a Parquet file."""
-    try:
-        import pyarrow.parquet as pq
-        from pyarrow import ArrowException
-    except ImportError as error:
-        raise MsrlError(
-            f"{path}: reading Parquet requires pyarrow. Install it with `pip install pyarrow`."
-        ) from error
-    first = 1
-    try:
-        with pq.ParquetFile(path) as file:
-            check_schema(file.schema_arrow, str(path))
-            for batch in file.iter_batches(batch_size=_batch_rows(file.metadata, path)):
-                for rows in _row_batches(batch, path, first):
-                    yield rows
-                    first += len(rows.rows)
-    except ArrowException as error:
-        raise MsrlError(
-            f"{path}: not a complete Parquet file: {str(error).splitlines()[0]}"
-        ) from error
-
-
-def _batch_rows(metadata: Any, path: Path) -> int:
-    """Return the number of rows to decode at once.
-
-    Raises:
-        MsrlError: the rows of a row group are too large.
-    """
-    groups = (metadata.row_group(number) for number in range(metadata.num_row_groups))
-    sizes = [group.total_byte_size // group.num_rows for group in groups if group.num_rows]
-    largest = max((1, *sizes))
-    if largest > MAX_LINE_BYTES:
-        raise MsrlError(
-            f"{path}: its rows have {largest:,} bytes (limit: {MAX_LINE_BYTES:,}). Split them."
-        )
-    return min(MAX_ROWS, max(1, _MAX_DECODED_BYTES // largest), _repeated_rows(metadata))
-
-
-def _repeated_rows(metadata: Any) -> int:
-    """Return the number of rows to decode at once if every row is the largest entry of its column.
-
-    A column with a dictionary writes an entry once for all rows that have it, and one of prefixes
-    what a row shares with the one before it, so that the size of a row group says nothing about its
-    rows. An entry is not larger than the column.
-    """
-    largest = 1
-    for number in range(metadata.num_row_groups):
-        group = metadata.row_group(number)
-        columns = (group.column(i) for i in range(group.num_columns))
-        sizes = [
-            column.total_uncompressed_size
-            for column in columns
-            if (column.has_dictionary_page or "DELTA_BYTE_ARRAY" in column.encodings)
-            and column.physical_type.endswith("BYTE_ARRAY")
-        ]
-        largest = max(largest, sum(sizes))
-    return max(1, _MAX_DECODED_BYTES // largest)
+    first, is_checked = 1, False
+    for batch in record_batches(path, max_rows=MAX_ROWS, max_row_bytes=MAX_LINE_BYTES):
+        if not is_checked:
+            check_schema(batch.schema, str(path))
+            is_checked = True
+        for rows in _row_batches(batch, path, first):
+            yield rows
+            first += len(rows.rows)
 
 
 def _row_batches(table: Any, path: Path, first: int) -> Iterator[RowBatch]:
     """Yield the rows of a record batch in batches of limited number and size."""
-    size = table.nbytes
+    size = sum(map(size_in_memory, table.columns))
     step = min(MAX_ROWS, table.num_rows * 16 * MAX_BYTES // max(1, size))
     repeated = sum(c.dictionary.nbytes for c in table.columns if hasattr(c, "dictionary"))
     step = max(1, min(step, _MAX_DECODED_BYTES // max(1, repeated)))  # a row may be any entry
@@ -332,7 +302,7 @@ def _row_batches(table: Any, path: Path, first: int) -> Iterator[RowBatch]:
 def _check_row_sizes(part: Any, path: Path, first: int) -> None:
     """Raise MsrlError if a row is too large."""
     for number in range(part.num_rows):
-        size = part.slice(number, 1).nbytes
+        size = sum(map(size_in_memory, part.slice(number, 1).columns))
         if size > MAX_LINE_BYTES:
             raise MsrlError(
                 f"{path}: row {first + number} has {size:,} bytes (limit: {MAX_LINE_BYTES:,}). "
@@ -353,12 +323,13 @@ def _read_arrow(path: Path) -> Iterator[RowBatch]:
         with _open(path) as file:
             is_file = file.peek(6).startswith(b"ARROW1")
             if is_file:
-                reader = pa.ipc.open_file(pa.BufferReader(file.read()))
+                reader = pa.ipc.open_file(_whole_file(file, path))
                 tables = (reader.get_batch(i) for i in range(reader.num_record_batches))
             else:
                 tables = reader = pa.ipc.open_stream(file)
             check_schema(reader.schema, str(path))
-            for table in tables:
+            for table in within_memory(iter(tables), path):
+                check_number_of_rows(path, first - 1 + table.num_rows)
                 for rows in _row_batches(table, path, first):
                     yield rows
                     first += len(rows.rows)
@@ -366,6 +337,15 @@ def _read_arrow(path: Path) -> Iterator[RowBatch]:
         raise MsrlError(
             f"{path}: not a complete Arrow file: {str(error).splitlines()[0]}"
         ) from error
+
+
+def _whole_file(file: io.BufferedReader, path: Path) -> Any:
+    """Return an Arrow file for random access: decompressed, or a map of its pages."""
+    import pyarrow as pa
+
+    if path.suffix in COMPRESSIONS:
+        return pa.BufferReader(_decompressed(file, path))
+    return pa.memory_map(str(path))
 
 
 class _RowLines:

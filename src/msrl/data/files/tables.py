@@ -17,8 +17,18 @@ from msrl.strict_json import loads
 _Convert = Callable[[Any], Any]
 
 
+# Types whose values may share their bytes, so that a small table has any number of them.
+_SHARED = ("list_view", "large_list_view", "string_view", "binary_view", "run_end_encoded")
+
+
 def check_schema(schema: Any, path: str) -> None:
-    """Raise MsrlError if two columns, or two members of an object, have the same name."""
+    """Raise MsrlError if two columns, or two members of an object, have the same name.
+
+    Types that no dataset has are refused, too.
+    """
+    for field in schema:
+        if name := _shared_type(field.type):
+            raise MsrlError(f"{path}: column {field.name!r} has type {name}. Cast it to another.")
     for owner, names in _names(schema, ""):
         twice = [name for name, number in Counter(names).items() if number > 1]
         if twice:
@@ -47,6 +57,40 @@ def read_rows(batch: Any, path: str, first: int) -> list[dict[str, Any]]:
             ) from error
     names = tuple(columns)
     return [dict(zip(names, row, strict=True)) for row in zip(*columns.values(), strict=True)]
+
+
+def size_in_memory(array: Any) -> int:
+    """Return the bytes of an array, and at least four of each value, as nulls have none."""
+    return max(array.nbytes, 4 * _num_values(array))
+
+
+def _num_values(array: Any) -> int:
+    """Return the number of Python values of an array, including those in lists."""
+    from pyarrow import types
+
+    kind = array.type
+    if types.is_struct(kind):
+        return len(array) + sum(map(_num_values, array.flatten()))
+    if types.is_map(kind):  # which has no flatten
+        start, end = (array.offsets[number].as_py() for number in (0, -1))
+        children = (child.slice(start, end - start) for child in (array.keys, array.items))
+        return len(array) + sum(map(_num_values, children))
+    is_list = types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind)
+    return len(array) + (_num_values(array.flatten()) if is_list else 0)
+
+
+def _shared_type(kind: Any) -> str | None:
+    """Return the name of a type, or of one inside it, whose values may share their bytes."""
+    from pyarrow import BaseExtensionType, types
+
+    if any(getattr(types, f"is_{name}")(kind) for name in _SHARED):
+        return str(kind)
+    if isinstance(kind, BaseExtensionType):
+        return _shared_type(kind.storage_type)
+    if types.is_dictionary(kind):
+        return _shared_type(kind.value_type)
+    inner = (_shared_type(kind.field(i).type) for i in range(kind.num_fields))
+    return next(filter(None, inner), None)
 
 
 def _names(parent: Any, owner: str) -> Iterator[tuple[str, list[str]]]:
