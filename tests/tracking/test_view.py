@@ -254,7 +254,7 @@ def test_a_configuration_that_cannot_be_read_is_reported(tmp_path: Path, capsys)
     view = View([run], tmp_path / "view")
     view.update()
     view.update()
-    (line,) = capsys.readouterr().out.splitlines()
+    (line,) = capsys.readouterr().err.splitlines()
     assert_mentions(line, str(run / "config.yaml"), "verdicts", "unknown_section")
 
 
@@ -456,6 +456,19 @@ def test_a_folder_with_other_contents_is_refused(run: Path, tmp_path: Path):
     assert_mentions(error, "--output", str(tmp_path / "other"), "not empty")
     write_folder([run], tmp_path / "view")
     write_folder([run], tmp_path / "view")  # an earlier view is replaced
+
+
+def test_links_of_an_earlier_view_are_not_followed(run: Path, tmp_path: Path):
+    """A run folder of others may have a view with links to any folder."""
+    write_folder([run], run / "view")
+    other = tmp_path / "other"
+    (run / "view" / "data").rename(other)
+    before = sorted(other.rglob("*"))
+    (run / "view" / "data").symlink_to(other)
+    (other / "runs.js").write_text("other")
+    write_folder([run], run / "view")
+    assert (other / "runs.js").read_text() == "other" and sorted(other.rglob("*")) == before
+    assert not (run / "view" / "data").is_symlink()
 
 
 def test_a_folder_that_is_no_run_is_refused(tmp_path: Path):

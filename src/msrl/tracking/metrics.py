@@ -9,18 +9,26 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from datetime import datetime, timezone
+from itertools import islice
 from pathlib import Path
+from typing import Any
 
 from pydantic_core import to_json
 
 from msrl.errors import MALFORMED, MsrlError
-from msrl.files import atomic_write, write_text
+from msrl.files import LinesWithin, atomic_write, write_text
 from msrl.limits import print_note
 from msrl.types import StepReport
 
 FILE_NAME = "metrics.jsonl"
+# Limits for files of others, which need about ten times their size in memory.
+_MAX_BYTES = 256 << 20
+_MAX_REPORTS = 1_000_000
+_MAX_LINE_BYTES = 16 << 20
+_MAX_STEP = 1 << 53  # which JavaScript and plots can represent
 
 
 class MetricsWriter:
@@ -76,10 +84,13 @@ class MetricsWriter:
         self.close()
 
 
-def read_metrics(path: Path) -> tuple[StepReport, ...]:
+def read_metrics(
+    path: Path, notice: Callable[[str], object] = print_note
+) -> tuple[StepReport, ...]:
     """Return the reports of a metrics file, or of the run folder that contains it.
 
-    A truncated last line is ignored.
+    A truncated last line is ignored. Of a file beyond the limits, the first reports are returned,
+    and `notice` is called with a sentence on it.
 
     Raises:
         MsrlError: the file is missing, or another line is not a report.
@@ -87,7 +98,35 @@ def read_metrics(path: Path) -> tuple[StepReport, ...]:
     path = path / FILE_NAME if path.is_dir() else path
     if not path.exists():
         raise MsrlError(f"{path}: no metrics found. Name the folder of a run that has started.")
-    return tuple(_reports(path))
+    lines = LinesWithin(path, _MAX_BYTES, _MAX_LINE_BYTES)
+    reports = tuple(islice(_reports(path, lines), _MAX_REPORTS + 1))
+    if lines.has_more or len(reports) > _MAX_REPORTS:
+        reports = reports[:_MAX_REPORTS]
+        notice(
+            f"{path}: only its first {len(reports):,} lines are read (limits: "
+            f"{_MAX_BYTES >> 20} MiB, {_MAX_REPORTS:,} lines)"
+        )
+    return reports
+
+
+def read_times(path: Path) -> Iterator[tuple[datetime, int]]:
+    """Yield time and step of the lines of a metrics file that have a time, within the limits.
+
+    Raises:
+        MsrlError: A line is not a report.
+    """
+    lines = LinesWithin(path, _MAX_BYTES, _MAX_LINE_BYTES) if path.is_file() else ()
+    for number, line in enumerate(islice(lines, _MAX_REPORTS), start=1):
+        if not line.endswith(b"\n"):
+            return
+        try:
+            row = json.loads(line)
+            if row.get("time"):
+                yield datetime.fromisoformat(row["time"]), int(row["step"])
+        except MALFORMED as error:
+            raise MsrlError(
+                f"{path}:{number}: has no valid time ({error}). Fix or delete the line."
+            ) from error
 
 
 def to_line(report: StepReport, *, time: str | None = None) -> bytes:
@@ -109,34 +148,43 @@ def to_line(report: StepReport, *, time: str | None = None) -> bytes:
 def from_line(line: str) -> StepReport:
     """Return the report of a line. Raises an exception of MALFORMED for other lines."""
     row = json.loads(line)
-    return StepReport(
-        step=int(row["step"]),
-        metrics={name: float(value) for name, value in row["metrics"].items()},
-        seconds={name: float(value) for name, value in row.get("seconds", {}).items()},
-        notes=tuple(row.get("notes", ())),
-    )
+    step = int(row["step"])
+    if abs(step) > _MAX_STEP:
+        raise ValueError("the step is too large")
+    return StepReport(step, _numbers(row["metrics"]), _numbers(row.get("seconds", {})), _notes(row))
+
+
+def _numbers(values: Mapping[str, Any]) -> dict[str, float]:
+    """Return values by name. All reports share the texts of their names."""
+    return {sys.intern(name): float(value) for name, value in values.items()}
+
+
+def _notes(row: Mapping[str, Any]) -> tuple[str, ...]:
+    notes: list[Any] = row.get("notes", [])
+    if not isinstance(notes, list) or not all(isinstance(note, str) for note in notes):
+        raise TypeError("notes must be a list of texts")
+    return tuple(notes)
 
 
 def _prepare(path: Path, resumed_step: int | None) -> int:
     """Remove the lines after `resumed_step` from the file. Return the number of removed lines."""
-    lines = path.read_bytes().splitlines() if path.exists() else []
+    lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
     if not lines:
         return 0
     if resumed_step is None:
         raise MsrlError(
             f"{path}: contains the metrics of an earlier run. Resume it or choose another run.name."
         )
-    reports = _reports(path)
-    complete = zip(lines, reports, strict=False)  # a truncated last line is not a report
+    complete = zip(lines, _reports(path, lines), strict=False)  # a truncated line is no report
     retained = [line for line, report in complete if report.step <= resumed_step]
     num_dropped = len(lines) - len(retained)
     if num_dropped:
-        write_text(path, "".join(f"{line.decode()}\n" for line in retained))
+        write_text(path, b"".join(retained).decode())
     return num_dropped
 
 
-def _reports(path: Path) -> Iterator[StepReport]:
-    for number, line in enumerate(path.read_bytes().splitlines(keepends=True), start=1):
+def _reports(path: Path, lines: Iterable[bytes]) -> Iterator[StepReport]:
+    for number, line in enumerate(lines, start=1):
         if not line.endswith(b"\n"):
             return
         try:

@@ -7,6 +7,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from msrl.errors import MsrlError
 from msrl.files import atomic_write
 from msrl.limits import one_line
@@ -18,8 +21,10 @@ if TYPE_CHECKING:
 SMOOTH_FROM = 50  # values
 _MARKED = 30  # values; a marker on each of more values would hide the line
 _COLUMNS = 3
+_MAX_PLOTTED = 1e100  # matplotlib computes with squares of values
 _COLORS = ("tab:blue", "tab:orange", "tab:green")
 _SET = frozenset({"train/lr", "train/critic_lr"})  # metrics without noise
+Doubles = NDArray[np.float64]
 # Natural bounds of metrics, which the margin of an axis must not exceed by much.
 _BOUNDS: dict[str, tuple[float | None, float | None]] = {
     "pass@1": (0.0, 1.0),
@@ -67,8 +72,8 @@ def plot_metrics(
 
     Metrics that differ only in the part before the slash, such as train/loss and eval/loss, share a
     panel. With 50 values or more, the running mean is plotted over the values, except for metrics
-    that are set and not measured, such as the learning rate. Values that are not finite leave a
-    gap.
+    that are set and not measured, such as the learning rate. Values that are not finite, or beyond
+    1e100, leave a gap.
 
     Returns:
         The names of metrics that no report has. They are not plotted.
@@ -137,11 +142,28 @@ def running_mean(values: Sequence[float], width: int) -> list[float]:
     >>> running_mean([1.0, 3.0, 5.0], 2)
     [1.0, 2.0, 4.0]
     """
-    means: list[float] = []
-    for end in range(1, len(values) + 1):
-        window = [v for v in values[max(0, end - width) : end] if math.isfinite(v)]
-        means.append(sum(window) / len(window) if window else math.nan)
-    return means
+    array = np.asarray(values, np.float64)
+    is_finite = np.isfinite(array)
+    sums = _window_sums(np.where(is_finite, array, 0.0), width)
+    counts = _window_sums(is_finite.astype(np.float64), width)
+    return np.divide(sums, counts, out=np.full_like(sums, math.nan), where=counts > 0).tolist()
+
+
+def _window_sums(values: Doubles, width: int) -> Doubles:  # [N], [N]
+    """Return the sum of each value and up to `width - 1` values before it, in linear time.
+
+    A window is the end of a block of `width` values and the beginning of the next block, so values
+    outside of it, which may be much larger, do not change its sum.
+    """
+    num_values = len(values)
+    blocks = np.zeros((-(-num_values // width), width))
+    blocks.flat[:num_values] = values
+    sums = blocks.cumsum(axis=1).ravel()[:num_values]
+    ends_of_blocks = blocks[:, ::-1].cumsum(axis=1)[:, ::-1].ravel()
+    first = np.arange(num_values) - width + 1
+    is_over_two = (first > 0) & (first % width != 0)
+    sums[is_over_two] += ends_of_blocks[first[is_over_two]]
+    return sums
 
 
 def plot_distributions(
@@ -150,7 +172,7 @@ def plot_distributions(
     """Plot histograms of several values into a PNG file, one panel for each."""
     figure = _figure(len(values), title)
     for axes, (name, numbers) in zip(figure.axes, values.items(), strict=False):
-        finite = [number for number in numbers if math.isfinite(number)]
+        finite = [number for number in numbers if abs(number) < _MAX_PLOTTED]
         axes.hist(finite, bins=40, color=_COLORS[0])
         mean = sum(finite) / max(len(finite), 1)
         axes.set_title(f"{label_text(name)} (mean {mean:.4g})", fontsize="medium")
@@ -177,7 +199,7 @@ def _figure(num_panels: int, title: str) -> Figure:
 
 
 def _draw(axes: Any, name: str, steps: list[int], values: list[float], *, color: str) -> None:
-    finite = [value if math.isfinite(value) else math.nan for value in values]
+    finite = [value if abs(value) < _MAX_PLOTTED else math.nan for value in values]
     is_smoothed = len(steps) >= SMOOTH_FROM and name not in _SET
     marker = "o" if len(steps) <= _MARKED else ""
     if is_smoothed:

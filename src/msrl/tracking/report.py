@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -54,19 +54,21 @@ def summarize(reports: Sequence[StepReport]) -> RunSummary:
         raise MsrlError(
             "the run has no step to report. It may have reached train.steps before it was resumed."
         )
-    names = dict.fromkeys(name for report in reports for name in report.metrics)
-    stages = dict.fromkeys(stage for report in reports for stage in report.seconds)
+    values: defaultdict[str, list[float]] = defaultdict(list)
+    seconds: defaultdict[str, float] = defaultdict(float)
+    for report in reports:
+        for name, value in report.metrics.items():
+            values[name].append(value)
+        for stage, spent in report.seconds.items():
+            seconds[stage] += spent
     # Step 0 is the evaluation of the initial model.
     trained = [report.step for report in reports if report.step]
-    metrics: dict[str, MetricSummary] = {}
-    for name in names:
-        metrics[name] = _summarize_metric([r.metrics[name] for r in reports if name in r.metrics])
     return RunSummary(
         first_step=trained[0] if trained else 0,
         last_step=trained[-1] if trained else 0,
         num_steps=len(trained),
-        metrics=metrics,
-        seconds={stage: sum(r.seconds.get(stage, 0.0) for r in reports) for stage in stages},
+        metrics={name: _summarize_metric(numbers) for name, numbers in values.items()},
+        seconds=dict(seconds),
         notes=Counter(note for report in reports for note in report.notes),
         timeline=tuple(r for r in reports if _ENGINE_IDLE in r.metrics)[-_TIMELINE_STEPS:],
     )

@@ -7,7 +7,7 @@ Token arrays have length T. `docs/rollouts.md` describes the columns for users.
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,12 +17,15 @@ import numpy as np
 from msrl.errors import MsrlError
 from msrl.files import atomic_write
 from msrl.limits import whole_number
+from msrl.table_batches import record_batches
 from msrl.types import Bools, Floats, Ints
 
 if TYPE_CHECKING:
     import pyarrow as pa
 
 FORMAT = "1"  # raised whenever a column changes its meaning
+_ROWS_OF_A_BATCH = 4096
+_MAX_ROW_BYTES = 256 << 20
 # Columns whose values repeat. A dictionary of the numbers of tokens would cost time and space.
 _REPEATED = ["prompt_index", "finish_reason", "answer", "fault", "tag"]
 
@@ -153,24 +156,34 @@ def read_records(path: Path) -> list[RolloutRecord]:
     """Return the rows of a file that `write_records` of this or an earlier version has written.
 
     Raises:
-        MsrlError: The file has JSON lines, the default of `log.rollouts`.
+        MsrlError: The file has JSON lines, the default of `log.rollouts`, or is no such file.
     """
-    import pyarrow.parquet as pq
+    return [*iterate_records(path)]
 
+
+def iterate_records(path: Path) -> Iterator[RolloutRecord]:
+    """Yield the rows of a file, of which a few are decoded at once.
+
+    Raises:
+        MsrlError: The same as for `read_records`.
+    """
     if path.suffix == ".jsonl":
         raise MsrlError(
             f"{path}: JSON lines, which lack values of a record. Read each line as JSON, or train "
             "with log.rollouts=parquet."
         )
-    table = pq.read_table(path)
+    for batch in record_batches(path, max_rows=_ROWS_OF_A_BATCH, max_row_bytes=_MAX_ROW_BYTES):
+        yield from _records(batch)
+
+
+def _records(batch: pa.RecordBatch) -> Iterator[RolloutRecord]:
     # Lists of Python objects would take most of the time.
-    names = [column.name for column in table.schema if _has_arrays(column.type)]
-    arrays = {name: table.column(name).to_numpy() for name in names}
-    rows = table.drop_columns([*arrays]).to_pylist(maps_as_pydicts="strict")
-    return [
-        _record(row | {name: rows_of_name[index] for name, rows_of_name in arrays.items()})
-        for index, row in enumerate(rows)
-    ]
+    columns = dict(zip(batch.schema.names, batch.columns, strict=True))
+    names = [column.name for column in batch.schema if _has_arrays(column.type)]
+    arrays = {name: columns[name].to_numpy(zero_copy_only=False) for name in names}
+    rows = batch.drop_columns([*arrays]).to_pylist(maps_as_pydicts="strict")
+    for index, row in enumerate(rows):
+        yield _record(row | {name: values[index] for name, values in arrays.items()})
 
 
 @functools.cache

@@ -34,7 +34,14 @@ from typing import IO, Any
 import yaml
 
 from msrl.errors import MsrlError
-from msrl.files import read_text_within, take_lock, why_not_writable, write_text
+from msrl.files import (
+    MAX_JSON_BYTES,
+    LinesWithin,
+    read_text_within,
+    take_lock,
+    why_not_writable,
+    write_text,
+)
 from msrl.tracking.log_file import FILE_NAME as LOG
 from msrl.tracking.metrics import FILE_NAME as METRICS
 
@@ -241,8 +248,38 @@ def _attempts(path: Path) -> int:
 
 
 def read_attempts(path: Path) -> list[dict[str, Any]]:
-    """Return the records of the starts of a run. Raises MsrlError if the file is damaged."""
-    return read_objects(path / ATTEMPTS)
+    """Return the records of the starts of a run; none if the file is missing.
+
+    An incomplete last line is ignored.
+
+    Raises:
+        MsrlError: The file is damaged, or has more than `MAX_JSON_BYTES`.
+    """
+    file = path / ATTEMPTS
+    lines = LinesWithin(file, MAX_JSON_BYTES) if file.is_file() else ()
+    try:
+        rows = [json.loads(line.decode()) for line in lines if line.endswith(b"\n")]
+        if not all(map(_is_attempt, rows)):
+            raise ValueError("not the record of a start")
+    except (ValueError, RecursionError) as error:
+        raise MsrlError(f"{file}: contains a damaged line ({error}). Delete the line.") from error
+    if isinstance(lines, LinesWithin) and lines.has_more:
+        raise MsrlError(f"{file}: is larger than {MAX_JSON_BYTES >> 20} MiB. Restore it.")
+    return rows
+
+
+def _is_attempt(row: object) -> bool:
+    """Return True for an object whose values have the types that readers of it expect."""
+    if not isinstance(row, dict):
+        return False
+    texts = (row.get(key, "") for key in ("started", "ended", "outcome", "error", "host"))
+    command = row.get("command", [])
+    return (
+        all(isinstance(text, str) for text in texts)
+        and isinstance(command, list)
+        and all(isinstance(word, str) for word in command)
+        and isinstance(row.get("num_steps", 0), int)
+    )
 
 
 def run_state(path: Path, attempts: Sequence[Mapping[str, Any]]) -> str:
@@ -319,25 +356,6 @@ def require_regular_files(path: Path) -> None:
                 raise MsrlError(f"{entry}: is a link that leads to no file. Remove it.")
 
 
-def read_objects(file: Path) -> list[dict[str, Any]]:
-    """Return the lines of a file of JSON objects; none if the file is missing.
-
-    An incomplete last line is ignored.
-
-    Raises:
-        MsrlError: The file is damaged.
-    """
-    # Lines of text end at more characters than those of the file.
-    lines = file.read_bytes().splitlines(keepends=True) if file.is_file() else []
-    try:
-        rows = [json.loads(line.decode()) for line in lines if line.endswith(b"\n")]
-        if not all(isinstance(row, dict) for row in rows):
-            raise ValueError("not an object")
-    except (ValueError, RecursionError) as error:
-        raise MsrlError(f"{file}: contains a damaged line ({error}). Delete the line.") from error
-    return rows
-
-
 def _write_config(path: Path, config: Mapping[str, object], attempt: int) -> None:
     text = yaml.safe_dump(dict(config), sort_keys=False, allow_unicode=True)
     file = path / CONFIG
@@ -350,9 +368,9 @@ def _write_config(path: Path, config: Mapping[str, object], attempt: int) -> Non
 def resume_command(path: Path) -> str | None:
     """Return the command that resumes the run of a folder; None if it is not recorded."""
     attempts = read_attempts(path)
-    if not attempts:
+    words: list[str] = attempts[-1].get("command", [])[1:] if attempts else []
+    if not words:
         return None
-    words: list[str] = attempts[-1]["command"][1:]
     for start in (i for i, word in enumerate(words) if word == "--resume"):
         words = [*words[:start], *words[start + 2 :]]
         break

@@ -40,7 +40,8 @@ def test_without_shuffling_rows_are_read_in_file_order():
 def test_a_resumed_run_with_other_rows_is_refused(tmp_path: Path):
     folder = training_dir(tmp_path, 5)
     folder.mkdir(parents=True)
-    state = {"step": 5, "extra": order_state(ORDER)}
+    files = {"training/iter_0000005/optimizer.safetensors": {"bytes": 1, "crc32": "0"}}
+    state = {"step": 5, "cut": {}, "files": files, "extra": order_state(ORDER)}
     write_text(folder / STATE, with_checksum(state))
     saved = SavedTraining(tmp_path, 5)
     check_order(saved, ORDER, rows_per_step="train.global_batch")

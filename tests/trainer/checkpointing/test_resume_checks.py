@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,8 @@ from msrl.plan.run_plan import resolve
 from msrl.trainer.checkpointing.integrity import with_checksum
 from msrl.trainer.checkpointing.resume import STATE, SavedTraining, check_room, training_dir
 from msrl.trainer.schedule import Schedule
-from msrl.workflows.training import resume_checks as resume_checks
+from msrl.workflows.training import resume_checks
+from msrl.workflows.training.best import Best
 from support import assert_mentions, mentions
 
 RATES = Schedule("cosine", 1e-3, 0.0, 2, 10)
@@ -42,10 +44,10 @@ def state_now(*sets: str, command: str = "train-sft") -> dict[str, Any]:
 
 def saved_with(folder: Path, state: dict[str, Any], name: str = "saves") -> SavedTraining:
     training_dir(folder / name, 5).mkdir(parents=True)
-    write_text(
-        training_dir(folder / name, 5) / STATE,
-        with_checksum(json.loads(json.dumps({"step": 5, "extra": state}))),
-    )
+    files = {"training/iter_0000005/optimizer.safetensors": {"bytes": 1, "crc32": "0"}}
+    contents = {"step": 5, "cut": {}, "files": files, "extra": state}
+    text = with_checksum(json.loads(json.dumps(contents)))
+    write_text(training_dir(folder / name, 5) / STATE, text)
     return SavedTraining(folder / name, 5)
 
 
@@ -227,3 +229,46 @@ def test_relative_and_absolute_paths_of_a_folder_are_equal(
         (tmp_path / "saves" / f"iter_{step:07d}").mkdir(parents=True)
         training_dir(tmp_path / "saves", step).mkdir(parents=True)
     check_room(tmp_path / "saves", SavedTraining(Path("saves"), 3, skipped=(4,)))
+
+
+FILES = {"x": {"bytes": 1, "crc32": "0"}}
+
+
+@pytest.mark.parametrize(
+    "state",
+    [
+        5,
+        {"files": FILES, "cut": {}, "extra": 5},
+        {"files": [1], "cut": {}, "extra": {}},
+        {"files": {"x": {"bytes": "1"}}, "cut": {}, "extra": {}},
+        {"files": FILES, "cut": {"tp": 10**9}, "extra": {}},
+        {"files": FILES, "cut": {"tp": "x"}, "extra": {}},
+        {"files": FILES, "extra": {}},
+    ],
+)
+def test_a_state_of_other_types_with_a_right_checksum_is_one_message(state: Any, tmp_path: Path):
+    """Others can compute a checksum, too."""
+    saved = SavedTraining(tmp_path, 5)
+    saved.training_dir.mkdir(parents=True)
+    text = with_checksum(state) if isinstance(state, dict) else json.dumps(state)
+    for content in (text, "[" * 100_000):
+        (saved.training_dir / STATE).write_text(content)
+        with pytest.raises(MsrlError, match=mentions(STATE)):
+            saved.state()
+        assert STATE in str(saved.damage())
+
+
+def test_a_state_with_a_hole_is_not_read(tmp_path: Path):
+    saved = SavedTraining(tmp_path, 5)
+    saved.training_dir.mkdir(parents=True)
+    (saved.training_dir / STATE).write_text("{")
+    os.truncate(saved.training_dir / STATE, 1 << 40)
+    with pytest.raises(MsrlError, match=mentions(STATE, "hole")):
+        saved.state()
+
+
+@pytest.mark.parametrize("best", [5, {"step": 3}, {"step": 3, "value": "x", "since": 0}])
+def test_a_best_evaluation_of_other_types_is_one_message(best: Any):
+    with pytest.raises(MsrlError, match=mentions("best evaluation")):
+        Best.of({"best": best})
+    assert Best.of({"best": {"step": 3, "value": 0.5, "since": 1}}) == Best(3, 0.5, 1)

@@ -291,3 +291,14 @@ def test_a_full_disk_leaves_the_earlier_result_or_none(name: str, num_bytes: int
     assert writer.read(folder) in (before, None)
     new = {path.name for path in {*folder.rglob("*")} - names if path.is_file()}
     assert not [name for name in new if name[0] == "." and name not in (".lock", ".msrl-view")]
+
+
+def test_a_link_in_place_of_an_unfinished_export_is_not_followed(tmp_path: Path):
+    """A run folder of others may have one to any folder."""
+    (tmp_path / "other").mkdir()
+    (tmp_path / "run").mkdir()
+    for name in ("hf.new", "hf.old"):
+        (tmp_path / "run" / name).symlink_to(tmp_path / "other")
+    _export(tmp_path / "run")
+    assert not list((tmp_path / "other").iterdir())
+    assert [path.name for path in (tmp_path / "run").iterdir()] == ["hf"]

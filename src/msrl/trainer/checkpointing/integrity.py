@@ -76,7 +76,8 @@ def has_checksum(text: str) -> bool:
 
     Raises ValueError for text that is not JSON.
     """
-    return _DIGEST in json.loads(text)
+    contents = json.loads(text)
+    return isinstance(contents, dict) and _DIGEST in contents
 
 
 def read_with_checksum(text: str) -> dict[str, Any]:

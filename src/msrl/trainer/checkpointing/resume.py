@@ -16,8 +16,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from msrl.errors import MsrlError
-from msrl.files import why_not_writable
+from msrl.errors import MALFORMED, MsrlError
+from msrl.files import has_hole, why_not_writable
+from msrl.models.parallel_layout import ParallelLayout
 from msrl.trainer.checkpointing.integrity import damages, has_checksum, read_with_checksum
 
 STATE = "state.json"
@@ -51,10 +52,12 @@ class SavedTraining:
         """
         path = self.training_dir / STATE
         try:
+            if has_hole(path):
+                raise ValueError("it has a hole")
             text = path.read_text(encoding="utf-8")
             if has_checksum(text):
-                return read_with_checksum(text)
-        except (OSError, ValueError) as error:
+                return _checked(read_with_checksum(text))
+        except (OSError, *MALFORMED) as error:
             raise MsrlError(
                 f"{path}: cannot be read ({error}). Resume from another checkpoint."
             ) from error
@@ -73,6 +76,20 @@ class SavedTraining:
             return str(error)
         more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
         return problems[0] + more if problems else None
+
+
+def _checked(state: dict[str, Any]) -> dict[str, Any]:
+    """Return a state whose values have their types, which others may have written.
+
+    Raises an exception of MALFORMED for another state.
+    """
+    files, extra = state["files"], state["extra"]
+    if not isinstance(extra, dict) or not all(isinstance(r["bytes"], int) for r in files.values()):
+        raise TypeError("a value has another type")
+    layout = ParallelLayout.from_json(state["cut"])
+    if not 0 < layout.ranks_per_model <= len(files):  # each rank has a file
+        raise ValueError(f"it has {len(files)} files for {layout.ranks_per_model:,} ranks")
+    return state
 
 
 @dataclass(frozen=True, slots=True)

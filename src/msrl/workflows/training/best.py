@@ -7,6 +7,9 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from pydantic import TypeAdapter, ValidationError
+
+from msrl.errors import MsrlError
 from msrl.trainer.checkpointing.resume import SavedTraining
 
 
@@ -33,8 +36,21 @@ class Best:
 
     @staticmethod
     def of(extra: Mapping[str, Any]) -> Best | None:
-        """Return the best evaluation stored in a checkpoint's state, or None."""
-        return Best(**extra["best"]) if extra.get("best") else None
+        """Return the best evaluation stored in a checkpoint's state, or None.
+
+        Raises:
+            MsrlError: It has other values, as in a checkpoint of others.
+        """
+        try:
+            return _BEST.validate_python(extra["best"]) if extra.get("best") else None
+        except ValidationError:
+            raise MsrlError(
+                f"the best evaluation of a checkpoint cannot be read ({extra['best']!r:.60}). "
+                "Resume from another checkpoint."
+            ) from None
+
+
+_BEST = TypeAdapter(Best)
 
 
 def checkpoint_results(saved: SavedTraining | None, *, is_done: bool) -> dict[str, str]:

@@ -66,6 +66,8 @@ def _replacing(target: Path) -> Iterator[Path]:
     """
     fresh, old = (target.with_name(f"{target.name}.{name}") for name in ("new", "old"))
     for folder in (fresh, old):
+        if folder.is_symlink():  # in a folder of others, which may lead anywhere
+            folder.unlink()
         shutil.rmtree(folder, ignore_errors=True)
     yield fresh
     if target.is_symlink():

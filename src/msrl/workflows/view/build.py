@@ -143,6 +143,8 @@ def _prepare(output: Path) -> None:
             f"--output={output}: the folder is not empty and contains no view. Choose a new folder."
         )
     (output / INDEX).unlink(missing_ok=True)  # without its data, it is no view
+    if (output / "data").is_symlink():  # in a folder of others, which may lead anywhere
+        (output / "data").unlink()
     shutil.rmtree(output / "data", ignore_errors=True)
     output.mkdir(parents=True, exist_ok=True)
     (output / _MARK).write_text("Folder of msrl view, which replaces its contents.\n")

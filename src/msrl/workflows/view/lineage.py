@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator, Mapping
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,8 @@ from msrl.tracking.run import CONFIG, DATA
 from msrl.workflows.view.recorded import is_folder, recorded_values
 
 _MAX_DEPTH = 8
+_MAX_NODES = 5000
+_MAX_BYTES = 256 << 20  # of the manifests of a run, which may name thousands of them
 _MAX_DIGITS = 12  # of an iteration
 Node = dict[str, Any]
 
@@ -30,7 +33,10 @@ def lineage(run_dir: Path, config: Mapping[str, Any]) -> list[Node]:
     followed by the lineage of that run. Iterations of a folder are listed once, because the files
     of runs may name each other.
     """
-    return list(_Lineage().run(run_dir, config, 0))
+    nodes = list(islice(_Lineage().run(run_dir, config, 0), _MAX_NODES + 1))
+    if len(nodes) > _MAX_NODES:
+        nodes[-1] = _node(0, "more", None, "", f"only the first {_MAX_NODES:,} are shown")
+    return nodes
 
 
 class _Lineage:
@@ -38,6 +44,7 @@ class _Lineage:
 
     def __init__(self) -> None:
         self._seen: set[Path] = set()
+        self._bytes_left = _MAX_BYTES
 
     def run(self, run_dir: Path, config: Mapping[str, Any], depth: int) -> Iterator[Node]:
         """Yield the nodes of a run."""
@@ -47,12 +54,12 @@ class _Lineage:
         saved = _value(config, "checkpoint", "save")
         checkpoints = base / saved if saved else run_dir / "checkpoints"
         yield from self._model(checkpoints, depth, "checkpoint")
-        rows = _json(run_dir / DATA)
+        rows = self._json(run_dir / DATA)
         for key, name in _data_names(config):
             if isinstance(rows.get(name), dict):
-                yield from _row_nodes(name, rows[name], depth + 1, key)
+                yield from self._row_nodes(name, rows[name], depth + 1, key)
             else:
-                yield from _data_nodes(base / name, depth + 1, key)
+                yield from self._data_nodes(base / name, depth + 1, key)
         for section, key in (("model", "path"), ("checkpoint", "load")):
             path = _value(config, section, key)
             if path:
@@ -72,7 +79,7 @@ class _Lineage:
             yield from self._model(folder, depth, "initial model")
 
     def _model(self, folder: Path, depth: int, title: str) -> Iterator[Node]:
-        manifest = _json(folder / MANIFEST)
+        manifest = self._json(folder / MANIFEST)
         if "iterations" in manifest and not self._is_new(folder):
             yield _node(depth, title, folder, "", "see above")
         elif "iterations" in manifest:
@@ -83,11 +90,44 @@ class _Lineage:
                 if isinstance(source, str) and depth < _MAX_DEPTH:
                     yield from self._model(Path(source), depth + 1, "converted from")
         elif is_folder(folder):
-            record = _json(folder / MANIFEST)
             note = "Hugging Face folder" if (folder / "config.json").is_file() else ""
-            yield _node(depth, title, folder, _digest(record.get("files")), note)
+            yield _node(depth, title, folder, _digest(manifest.get("files")), note)
         else:
             yield _node(depth, title, folder, "", "not on this machine")
+
+    def _row_nodes(
+        self, name: str, source: Mapping[str, Any], depth: int, key: str
+    ) -> Iterator[Node]:
+        """Yield the rows that a run preprocessed, and their data in the cache."""
+        settings = source.get("settings")
+        settings = settings if isinstance(settings, dict) else {}
+        template = source.get("template")
+        template = template.get("name") if isinstance(template, dict) else None
+        note = f"rows, handler {settings.get('handler')}, template {template or 'none'}"
+        yield _node(depth, key, Path(name), _digest(source.get("files")), note)
+        yield from self._data_nodes(Path(str(source.get("prefix"))), depth + 1, "preprocessed")
+
+    def _data_nodes(self, prefix: Path, depth: int, kind: str) -> Iterator[Node]:
+        manifest = self._json(Path(f"{prefix}_manifest.json"))
+        rows = manifest.get("num_rows")
+        note = f"{rows} rows, handler {manifest.get('handler')}" if rows else "no manifest"
+        note += f", chat template of {manifest['date']}" if manifest.get("date") else ""
+        yield _node(depth, kind, prefix, _digest(manifest.get("files")), note)
+        if manifest.get("tokenizer_hash"):
+            digest = str(manifest["tokenizer_hash"])[:16]
+            yield _node(depth + 1, "tokenizer", None, digest, "its vocabulary")
+
+    def _json(self, path: Path) -> dict[str, Any]:
+        """Return the object in a file; an empty one for other files, and beyond the limit."""
+        try:
+            # A configuration of others may name a device or a pipe.
+            if not path.is_file() or path.stat().st_size > self._bytes_left:
+                return {}
+            self._bytes_left -= path.stat().st_size
+            value = json.loads(read_text_within(path))
+        except (MsrlError, OSError, ValueError, RecursionError):
+            return {}
+        return value if isinstance(value, dict) else {}
 
     def _is_new(self, folder: Path) -> bool:
         """Return True for the first call with a folder."""
@@ -117,28 +157,6 @@ def _data_names(config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     blend = data.get("blend") if isinstance(data, dict) else None
     for name in blend if isinstance(blend, dict) else ():
         yield "data.blend", str(name)
-
-
-def _row_nodes(name: str, source: Mapping[str, Any], depth: int, key: str) -> Iterator[Node]:
-    """Yield the rows that a run preprocessed, and their data in the cache."""
-    settings = source.get("settings")
-    settings = settings if isinstance(settings, dict) else {}
-    template = source.get("template")
-    template = template.get("name") if isinstance(template, dict) else None
-    note = f"rows, handler {settings.get('handler')}, template {template or 'none'}"
-    yield _node(depth, key, Path(name), _digest(source.get("files")), note)
-    yield from _data_nodes(Path(str(source.get("prefix"))), depth + 1, "preprocessed")
-
-
-def _data_nodes(prefix: Path, depth: int, kind: str) -> Iterator[Node]:
-    manifest = _json(Path(f"{prefix}_manifest.json"))
-    rows = manifest.get("num_rows")
-    note = f"{rows} rows, handler {manifest.get('handler')}" if rows else "no manifest"
-    note += f", chat template of {manifest['date']}" if manifest.get("date") else ""
-    yield _node(depth, kind, prefix, _digest(manifest.get("files")), note)
-    if manifest.get("tokenizer_hash"):
-        digest = str(manifest["tokenizer_hash"])[:16]
-        yield _node(depth + 1, "tokenizer", None, digest, "its vocabulary")
 
 
 def _node(depth: int, kind: str, path: Path | None, digest: str, note: str) -> Node:
@@ -175,15 +193,6 @@ def _value(config: Mapping[str, Any], section: str, key: str) -> str | None:
     values = config.get(section)
     value = values.get(key) if isinstance(values, dict) else None
     return value if isinstance(value, str) else None
-
-
-def _json(path: Path) -> dict[str, Any]:
-    try:
-        # A configuration of others may name a device or a pipe.
-        value = json.loads(read_text_within(path)) if path.is_file() else {}
-    except (MsrlError, OSError, ValueError, RecursionError):
-        return {}
-    return value if isinstance(value, dict) else {}
 
 
 def _yaml(path: Path) -> dict[str, Any]:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from bisect import bisect_left
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
+from itertools import accumulate, islice
 from pathlib import Path
 from typing import Any, cast
 
@@ -15,18 +17,17 @@ import numpy as np
 
 from msrl.config.schema import Config
 from msrl.errors import MsrlError
-from msrl.limits import print_line
+from msrl.limits import print_note
 from msrl.tracking.log_file import FILE_NAME as LOG_FILE
 from msrl.tracking.log_file import SAVED
 from msrl.tracking.metrics import FILE_NAME as METRICS
-from msrl.tracking.metrics import read_metrics
+from msrl.tracking.metrics import read_metrics, read_times
 from msrl.tracking.run import (
     ATTEMPTS,
     CONFIG,
     DATA,
     read_attempts,
     read_notes,
-    read_objects,
     require_regular_files,
     run_state,
 )
@@ -40,7 +41,11 @@ from msrl.workflows.view.search import TextIndex
 from msrl.workflows.view.tables import SampleTables
 from msrl.workflows.view.verdicts import Verdicts, read_config
 
-_SAVED = re.compile(SAVED.partition(" to ")[0].format(step=r"(\d+)") + " to ")
+_SAVED = re.compile((SAVED.partition(" to ")[0].format(step="([0-9]{1,15})") + " to ").encode())
+_SAVED_BYTES = 64  # more than a match has
+_LOG_BLOCK_BYTES = 1 << 20
+_MAX_LOG_BYTES = 256 << 20
+_MAX_VALUES = 20_000_000  # of all metrics and steps
 _OF_EVALUATION = "eval/"  # first part of the names of metrics of an evaluation
 # Sections of other commands, which are the same in every run folder.
 _OTHER_SECTIONS = ("convert", "preprocess", "generate", "chat")
@@ -56,7 +61,7 @@ class RunData:
     texts: TextIndex | None = None  # which a server searches
     _tables: dict[Kind, SampleTables] = field(default_factory=dict[Kind, "SampleTables"])
     _token_ids: set[int] = field(default_factory=set[int])
-    _is_noted: bool = False
+    _notices: dict[str, None] = field(default_factory=dict[str, None])  # in order
 
     def __post_init__(self) -> None:
         """Prepare the tables of samples."""
@@ -72,7 +77,8 @@ class RunData:
         hidden = {name for name in _OTHER_SECTIONS if name != "preprocess" or not has_rows}
         tables = {kind: self._write_tables(kind, verdicts, config, chunks) for kind in KINDS}
         pieces = self._write_pieces(config, chunks)
-        reports = read_metrics(self.folder) if (self.folder / METRICS).is_file() else ()
+        has_metrics = (self.folder / METRICS).is_file()
+        reports = read_metrics(self.folder, self._notice) if has_metrics else ()
         attempts = read_attempts(self.folder)
         settings = flat({k: v for k, v in config.items() if k not in hidden})
         return {
@@ -84,19 +90,24 @@ class RunData:
             **read_notes(self.folder),
             "attempts": attempts,
             "lineage": lineage(self.folder, config),
-            "metrics": metric_columns(reports),
-            "markers": _markers(self.folder, attempts, reports),
+            "metrics": metric_columns(reports, self._notice),
+            "markers": _markers(self.folder, attempts, reports, self._notice),
             "tables": tables,
             "hasPieces": pieces,
+            "leftOut": [*self._notices],
         }
+
+    def _notice(self, text: str) -> None:
+        """Print what the pages of the run leave out, once."""
+        if text not in self._notices:
+            print_note(text)
+            self._notices[text] = None
 
     def _verdicts(self) -> Verdicts:
         config = read_config(self.folder)
         if not isinstance(config, str):
             return Verdicts(config)
-        if not self._is_noted:
-            print_line(f"{self.folder / CONFIG}: cannot be read, so verdicts are missing: {config}")
-            self._is_noted = True
+        self._notice(f"{self.folder / CONFIG}: cannot be read, so verdicts are missing: {config}")
         return Verdicts(None)
 
     def _config(self) -> dict[str, Any]:
@@ -112,7 +123,8 @@ class RunData:
             stat = path.stat()
             state = (stat.st_mtime_ns, stat.st_size)
             if not tables.is_current(path, state):
-                samples = read_samples(path, size if isinstance(size, int) else None)
+                size = size if isinstance(size, int) else None
+                samples = read_samples(path, size, self._notice)
                 self._token_ids.update(*(sample.token_ids.tolist() for sample in samples))
                 tables.add(path, state, samples, verdicts, chunks)
         tables.flush(chunks)
@@ -127,10 +139,22 @@ class RunData:
 KINDS: tuple[Kind, ...] = ("rollout", "eval")
 
 
-def metric_columns(reports: Sequence[StepReport]) -> dict[str, Any]:
-    """Return the steps, and the values of every metric and stage by name; null where missing."""
+def metric_columns(
+    reports: Sequence[StepReport], notice: Callable[[str], object] = print_note
+) -> dict[str, Any]:
+    """Return the steps, and the values of every metric and stage by name; null where missing.
+
+    `notice` is called with a sentence on metrics that are left out.
+    """
     metrics = dict.fromkeys(name for report in reports for name in report.metrics)
     stages = dict.fromkeys(stage for report in reports for stage in report.seconds)
+    max_names = _MAX_VALUES // max(1, len(reports))
+    if len(metrics) + len(stages) > max_names:  # a file may have another name in every line
+        notice(
+            f"{len(metrics)} metrics and {len(stages)} stages of {len(reports):,} steps: pages "
+            f"show the first {max_names} of each"
+        )
+        metrics, stages = (dict.fromkeys(islice(names, max_names)) for names in (metrics, stages))
     missing = math.nan
     seconds = [_duration(report) for report in reports]
     speeds = [report.metrics.get("perf/tokens_per_s", 0.0) for report in reports]
@@ -172,41 +196,57 @@ def flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
 
 
 def _markers(
-    folder: Path, attempts: Sequence[Mapping[str, Any]], reports: Sequence[StepReport]
+    folder: Path,
+    attempts: Sequence[Mapping[str, Any]],
+    reports: Sequence[StepReport],
+    notice: Callable[[str], object],
 ) -> dict[str, list[int]]:
     """Return the steps of checkpoints, evaluations and restarts."""
-    path = folder / LOG_FILE
-    text = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
-    saved = sorted({int(match[1]) for match in _SAVED.finditer(text)})
     evaluated = [
         report.step
         for report in reports
         if any(name.startswith(_OF_EVALUATION) for name in report.metrics)
     ]
     return {
-        "checkpoints": saved,
+        "checkpoints": sorted(set(_saved_steps(folder / LOG_FILE, notice))),
         "evaluations": evaluated,
         "restarts": list(_restarts(folder, attempts)),
     }
 
 
+def _saved_steps(path: Path, notice: Callable[[str], object]) -> Iterator[int]:
+    """Yield the steps of the checkpoints that the first part of a log names."""
+    if not path.is_file():
+        return
+    tail, num_bytes = b"", 0
+    with path.open("rb") as file:
+        while block := file.read(_LOG_BLOCK_BYTES):
+            num_bytes += len(block)
+            if num_bytes > _MAX_LOG_BYTES:
+                limit = f"{_MAX_LOG_BYTES >> 20} MiB"
+                notice(f"{path}: pages mark only the checkpoints of its first {limit}")
+                return
+            # Blocks overlap, so that no match is cut.
+            for match in _SAVED.finditer(tail + block):
+                yield int(match[1])
+            tail = block[-_SAVED_BYTES:]
+
+
 def _restarts(folder: Path, attempts: Sequence[Mapping[str, Any]]) -> Iterator[int]:
     """Yield the last step that was logged before each attempt after the first."""
-    lines = read_objects(folder / METRICS)
+    starts = [str(attempt.get("started")) for attempt in attempts[1:]]
+    if not starts:
+        return
     try:
-        times = [
-            (datetime.fromisoformat(line["time"]), int(line["step"]))
-            for line in lines
-            if line.get("time")
-        ]
-        starts = [datetime.fromisoformat(attempt["started"]) for attempt in attempts[1:]]
+        lines = sorted(read_times(folder / METRICS))
+        last_steps = list(accumulate((step for _, step in lines), max))
         for start in starts:
-            before = [step for time, step in times if time < start]
-            if before:
-                yield max(before)
-    except (KeyError, TypeError, ValueError, OverflowError) as error:
+            count = bisect_left(lines, (datetime.fromisoformat(start),))
+            if count:
+                yield last_steps[count - 1]
+    except (TypeError, ValueError) as error:  # also of times with and without a zone
         raise MsrlError(
-            f"{folder}: {METRICS} or {ATTEMPTS} has a line without a valid time ({error!r}). "
+            f"{folder}: {METRICS} or {ATTEMPTS} has a line without a valid time ({error}). "
             "Restore it, or delete the line."
         ) from error
 

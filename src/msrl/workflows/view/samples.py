@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, Literal
 
@@ -13,13 +15,19 @@ import numpy as np
 from pydantic_core import from_json
 
 from msrl.errors import MALFORMED, MsrlError
-from msrl.tracking.rollouts import RolloutRecord, read_records
+from msrl.files import LinesWithin
+from msrl.limits import print_note
+from msrl.tracking.rollouts import RolloutRecord, iterate_records
 from msrl.types import Bools, Floats, Ints
 
 Kind = Literal["rollout", "eval"]
 Turns = Sequence[tuple[str, str]]
 
-_NAME = re.compile(r"step_\d+\.(jsonl|parquet)")
+_NAME = re.compile(r"step_[0-9]{1,15}\.(jsonl|parquet)")
+# Limits of the file of a step, all of whose samples are in memory at once.
+_MAX_BYTES = 1 << 30
+_MAX_SAMPLES = 200_000
+_MAX_TOKEN_ID = (1 << 31) - 1
 _COLUMNS = {
     "behavior": "behavior_logprobs",
     "trainer": "trainer_logprobs",
@@ -73,18 +81,28 @@ def step_of(path: Path) -> int:
     return int(path.stem.removeprefix("step_"))
 
 
-def read_samples(path: Path, group_size: int | None = None) -> list[ViewSample]:
-    """Return the samples of a file.
+def read_samples(
+    path: Path, group_size: int | None = None, notice: Callable[[str], object] = print_note
+) -> list[ViewSample]:
+    """Return the samples of a file, or the first ones of a file beyond the limits.
 
-    `group_size` is the number of samples per prompt, which JSONL files do not record.
+    `group_size` is the number of samples per prompt, which JSONL files do not record. `notice` is
+    called with a sentence on samples that are left out.
 
     Raises:
         MsrlError: The file is damaged.
     """
+    lines = LinesWithin(path, _MAX_BYTES)
     try:
         if path.suffix == ".parquet":
-            return [_from_record(record) for record in read_records(path)]
-        return list(_from_lines(path, group_size))
+            samples = map(_from_record, iterate_records(path))
+        else:
+            samples = _from_lines(path, lines, group_size)
+        within = _SamplesWithin(iter(samples))
+        shown = [*within]
+        if lines.has_more or within.has_more:
+            notice(f"{path}: pages show only its first {len(shown):,} sequences")
+        return shown
     except (*MALFORMED, IndexError, OSError) as error:
         reason = f"{type(error).__name__}: {error}"
         raise MsrlError(f"{path}: cannot be read ({reason}). Delete or restore it.") from error
@@ -96,10 +114,50 @@ def _from_record(record: RolloutRecord) -> ViewSample:
     return ViewSample(**values, response=response)
 
 
-def _from_lines(path: Path, group_size: int | None) -> Iterator[ViewSample]:
+class _SamplesWithin:
+    """Samples of a file up to limits of their number and memory, with texts where they should be.
+
+    `has_more` is True after the iteration if the file has more. A file may have any values in the
+    place of texts.
+    """
+
+    def __init__(self, samples: Iterator[ViewSample]) -> None:
+        self._samples = samples
+        self._turns: Turns | None = None  # which the sequences of a row share
+        self.has_more = False
+
+    def __iter__(self) -> Iterator[ViewSample]:
+        num_bytes = 0
+        for number, sample in enumerate(self._samples):
+            num_bytes += self._num_bytes(sample)
+            if number == _MAX_SAMPLES or num_bytes > _MAX_BYTES:
+                self.has_more = True
+                return
+            yield sample
+
+    def _num_bytes(self, sample: ViewSample) -> int:
+        """Return the memory that a sample adds. Raises TypeError for values of other types."""
+        texts = [sample.answer, sample.finish_reason, sample.response, sample.tag]
+        if sample.messages is not self._turns:
+            self._turns = sample.messages
+            texts += [text for turn in sample.messages for text in turn]
+            texts += sample.reasons.values()
+        verdicts = (sample.success, sample.is_right)
+        if not all(isinstance(text, str) for text in texts):
+            raise TypeError("a value is not a text")
+        if not all(verdict is None or isinstance(verdict, bool) for verdict in verdicts):
+            raise TypeError("a verdict is not true or false")
+        ids = sample.token_ids
+        if len(ids) and not 0 <= ids.min() <= ids.max() <= _MAX_TOKEN_ID:
+            raise ValueError("a token id is out of range")
+        num_arrays = 4 + len(sample.values)
+        return sum(map(len, texts)) + num_arrays * ids.nbytes // 2
+
+
+def _from_lines(path: Path, lines: Iterable[bytes], group_size: int | None) -> Iterator[ViewSample]:
     step, is_evaluation = step_of(path), path.parent.name == "eval"
     group, sample, previous = -1, 0, None
-    for line in path.read_bytes().splitlines():
+    for line in lines:
         row = _parse(line)
         is_next = row["prompt_index"] == previous and (not group_size or sample < group_size)
         if not is_next:
@@ -122,19 +180,25 @@ def _from_row(
     # Earlier versions wrote `is_learnt`.
     is_trained = bool(row.get("is_trained", row.get("is_learnt", False)))
     logprobs = np.array(row["logprobs"], np.float32)
-    start = 0
+    start, versions_of = 0, _Versions(row, step)
+    shared = {  # by the sequences of the row
+        "prompt_index": int(row["prompt_index"]),
+        "reward": float(row["reward"]),
+        "scores": {name: float(score) for name, score in row["scores"].items()},
+        "messages": _turns(row),
+        "reasons": row.get("reasons", {}),
+    }
     for number, (token_ids, is_sampled) in enumerate(_sequences(row)):
         end = start + int(np.count_nonzero(is_sampled))
         behavior = np.zeros(len(token_ids), np.float32)
         behavior[is_sampled] = logprobs[start:end]
-        versions = tuple(_versions(row, step, start, end))
+        versions = tuple(versions_of.runs(start, end))
         oldest = min((version for version, _ in versions), default=step - 1)
         start = end
         yield ViewSample(
             step=step,
             group=group,
             sample=sample,
-            prompt_index=int(row["prompt_index"]),
             token_ids=token_ids,
             loss_mask=is_sampled if is_trained else np.zeros_like(is_sampled),
             is_sampled=is_sampled,
@@ -142,29 +206,36 @@ def _from_row(
             versions=versions,
             trainer_version=oldest if is_evaluation else step - 1,
             advantages=np.float64(row.get("advantage", 0.0)),  # pyright: ignore[reportArgumentType]
-            reward=float(row["reward"]),
-            scores={name: float(score) for name, score in row["scores"].items()},
             finish_reason=row["finish_reason"],
-            messages=_turns(row),
             answer=row["answer"],
             sequence=number,
             success=row.get("success"),
             tag=row.get("tag", ""),
             is_right=row.get("is_right"),
-            reasons=row.get("reasons", {}),
             response=row["response"],
+            **shared,
         )
 
 
-def _versions(row: Mapping[str, Any], step: int, start: int, end: int) -> Iterator[tuple[int, int]]:
-    """Yield the versions of the sampled tokens from `start` to `end` as run lengths."""
-    version = int(row.get("policy_version", step))
-    position = 0
-    for number, count in row.get("versions") or [[version, len(row["response_ids"])]]:
-        first, last = max(position, start), min(position + int(count), end)
-        if first < last:
-            yield int(number), last - first
-        position += int(count)
+class _Versions:
+    """Versions of the sampled tokens of a row, for each part of them."""
+
+    def __init__(self, row: Mapping[str, Any], step: int) -> None:
+        version = int(row.get("policy_version", step))
+        runs = row.get("versions") or [[version, len(row["response_ids"])]]
+        self._numbers = [int(number) for number, _ in runs]
+        counts = [int(count) for _, count in runs]
+        if min(counts) < 0:
+            raise ValueError("a version has a negative number of tokens")
+        self._ends = [*accumulate(counts)]
+
+    def runs(self, start: int, end: int) -> Iterator[tuple[int, int]]:
+        """Yield the versions of the tokens from `start` to `end` as run lengths."""
+        index = bisect_right(self._ends, start)
+        while start < end and index < len(self._ends):
+            last = min(self._ends[index], end)
+            yield self._numbers[index], last - start
+            start, index = last, index + 1
 
 
 def _turns(row: Mapping[str, Any]) -> Turns:

@@ -35,6 +35,7 @@ function runCard(run) {
       ["tags", visible(run.tags.join(", "))], ["note", visible(run.note)],
     ]),
     last.error ? el("p", { class: "bad" }, visible(last.error)) : null,
+    run.leftOut.map((text) => el("p", { class: "bad" }, visible(text))),
     run.metrics.notes.length ? notes(run.metrics.notes) : null);
 }
 
