@@ -15,7 +15,7 @@ from msrl.files import write_text
 from msrl.trainer.checkpointing.integrity import with_checksum
 from msrl.trainer.checkpointing.resume import STATE, SavedTraining, training_dir
 from msrl.workflows.sft.rows import split
-from msrl.workflows.training.settings import check_order, order_state
+from msrl.workflows.training.resume_checks import check_order, order_state
 from support import mentions
 
 ORDER = RowOrder(num_rows=10, rows_per_step=4, seed=3, shuffle=True)

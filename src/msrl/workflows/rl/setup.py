@@ -28,7 +28,7 @@ from msrl.rewards.sources import Source
 from msrl.rollout.engine import EngineMetrics, EngineSettings, check_stops
 from msrl.rollout.engine_limits import check_limits
 from msrl.rollout.episodes.settings import EpisodeSettings
-from msrl.trainer.checkpointing.resume import SavedTraining, check_room
+from msrl.trainer.checkpointing.resume import SavedTraining
 from msrl.types import Prompt, SamplingParams
 from msrl.workflows.engine import engine_settings
 from msrl.workflows.episodes.setup import check_environment_names, episode_settings
@@ -41,13 +41,7 @@ from msrl.workflows.training.data_checks import (
     verify_data,
 )
 from msrl.workflows.training.preflight import check_run_folder
-from msrl.workflows.training.settings import (
-    check_order,
-    checkpoint_to_resume,
-    order_state,
-    policy_schedule,
-    separate_critic,
-)
+from msrl.workflows.training.settings import policy_schedule, separate_critic
 
 
 @dataclass(frozen=True)
@@ -116,7 +110,12 @@ def prepare(plan: RunPlan, platform: Platform | None = None) -> RLSetup:
             difficulty(prompts.dataset[row])
     held_out = eval_prompts(plan, tokenizer)
     num_steps = count_steps(config, len(prompts.rows))
-    resume, state = _checkpoint_and_state(plan, prompts.order, num_steps)
+    rates = policy_schedule(config, num_steps)
+    resume, state = resume_checks.checkpoint_and_state(plan, prompts.order, rates, num_steps)
+    if resume:
+        _check_critic(plan, resume)
+    num_policy_steps = max((resume.step if resume else 0) - config.algo.value.warmup_steps, 0)
+    resume_checks.report_schedule(resume, rates, num_policy_steps * updates_per_step(config))
     return RLSetup(
         plan=plan,
         config=config,
@@ -211,35 +210,6 @@ def eval_prompts(plan: RunPlan, tokenizer: TextTokenizer) -> tuple[Prompt, ...]:
     count = plan.config.eval.prompts or None
     dataset, rows = _fitting_prompts(plan, "data.eval", plan.data.eval, tokenizer, count)
     return tuple(dataset[row] for row in rows)
-
-
-def _checkpoint_and_state(
-    plan: RunPlan, order: RowOrder | BlendOrder, num_steps: int
-) -> tuple[SavedTraining | None, dict[str, Any]]:
-    """Return the checkpoint to resume from and the state for the resume checks of later runs.
-
-    Raises:
-        MsrlError: The run cannot resume from the checkpoint, or the disk lacks space for the next
-        one.
-    """
-    config, root = plan.config, plan.checkpoint_dir
-    resume = checkpoint_to_resume(config, root)
-    if resume and resume.step > num_steps:
-        raise MsrlError(
-            f"train.steps={num_steps}: the checkpoint in {resume.root} is at step {resume.step} "
-            "already. Raise train.steps to resume."
-        )
-    if resume:
-        check_order(resume, order, rows_per_step="rollout.prompts_per_step")
-    rates = policy_schedule(config, num_steps)
-    state = {**order_state(order), **resume_checks.checked_values(plan, rates)}
-    if resume:
-        resume_checks.check(resume, state)
-        _check_critic(plan, resume)
-    check_room(root, resume)
-    num_policy_steps = max((resume.step if resume else 0) - config.algo.value.warmup_steps, 0)
-    resume_checks.report_schedule(resume, rates, num_policy_steps * updates_per_step(config))
-    return resume, state
 
 
 def _check_critic(plan: RunPlan, resume: SavedTraining) -> None:

@@ -1,8 +1,8 @@
 """Resume checks: a resumed training has the model, adapters and data of its checkpoint.
 
 Weights that checkpoints do not hold (the base of adapters, a reference) are compared by contents
-too. A checkpoint stores these values beside the order of the rows (`settings.order_state`). The
-learning rate schedule may change; a change is reported.
+too. A checkpoint stores these values beside the order of the rows. The learning rate schedule
+may change; a change is reported.
 """
 
 from __future__ import annotations
@@ -14,8 +14,10 @@ from typing import Any
 
 from msrl.checkpoint.mcore.files import TRACKER, iteration_dir
 from msrl.checkpoint.mcore.locate import latest_iteration
+from msrl.config.messages import written
 from msrl.config.schema import Config
 from msrl.data.manifest import fingerprint
+from msrl.data.order import BlendOrder, RowOrder
 from msrl.errors import MsrlError
 from msrl.files import digest_of_ends
 from msrl.limits import print_note
@@ -24,7 +26,7 @@ from msrl.plan.derived import preference_plan
 from msrl.plan.run_plan import RunPlan
 from msrl.registry import PREFERENCES
 from msrl.registry.declarations import declaration
-from msrl.trainer.checkpointing.resume import SavedTraining
+from msrl.trainer.checkpointing.resume import SavedTraining, check_room, resume_from
 from msrl.trainer.schedule import Schedule
 
 _SFT_KEYS = (
@@ -35,6 +37,71 @@ _SFT_KEYS = (
     "eval_fraction",
     "eval_rows",
 )  # keys of `data` that determine the rows
+
+
+def checkpoint_and_state(
+    plan: RunPlan, order: RowOrder | BlendOrder, schedule: Schedule, num_steps: int
+) -> tuple[SavedTraining | None, dict[str, Any]]:
+    """Return the checkpoint to resume from and the state for the resume checks of later runs.
+
+    Raises:
+        MsrlError: The run cannot resume from the checkpoint, or cannot save into its folder.
+    """
+    resume, notes = resume_from(plan.config.checkpoint.resume, plan.checkpoint_dir)
+    for note in notes:
+        print_note(note)
+    if resume and resume.step > num_steps:
+        raise MsrlError(
+            f"train.steps={num_steps}: the checkpoint in {resume.root} is at step {resume.step} "
+            "already. Raise train.steps to resume."
+        )
+    state = {**order_state(order), **checked_values(plan, schedule)}
+    if resume:
+        size = "rollout.prompts_per_step" if plan.has_rollouts else "train.global_batch"
+        check_order(resume, order, rows_per_step=size)
+        check(resume, state)
+    check_room(plan.checkpoint_dir, resume)
+    return resume, state
+
+
+def order_state(order: RowOrder | BlendOrder) -> dict[str, Any]:
+    """Return the data order for a checkpoint's state.
+
+    With the step it determines the position in the data.
+    """
+    return {"order": asdict(order)}
+
+
+def check_order(saved: SavedTraining, order: RowOrder | BlendOrder, *, rows_per_step: str) -> None:
+    """Check that a resumed run reads the rows that the saved run would have read next.
+
+    Raises:
+        MsrlError: with every key that has changed.
+    """
+    keys = {
+        "num_rows": "data.train",
+        "weights": "data.blend",
+        "rows_per_step": rows_per_step,
+        "seed": "run.seed",
+        "shuffle": "data.shuffle",
+    }
+    current = {
+        name: list(value) if isinstance(value, tuple) else value
+        for name, value in asdict(order).items()
+    }
+    before = saved.state()["extra"].get("order", current)
+    unit = {"num_rows": " rows", "rows_per_step": " rows"}
+    changed = [
+        f"{keys[name]} (was {written(before.get(name))}{unit.get(name, '')}, is {written(now)})"
+        for name, now in current.items()
+        if before.get(name) != now
+    ]
+    if changed:
+        raise MsrlError(
+            f"checkpoint.resume: cannot resume from step {saved.step} in {saved.root} with the "
+            "same rows, because these have changed:"
+            f" {', '.join(changed)}. Restore them, or start a new run with checkpoint.load."
+        )
 
 
 def checked_values(plan: RunPlan, schedule: Schedule) -> dict[str, Any]:
@@ -109,7 +176,7 @@ def _preference_values(config: Config) -> dict[str, Any]:
 
 
 def check(saved: SavedTraining, now: Mapping[str, Any]) -> None:
-    """Compare a checkpoint with the values that `remembered` returns for the resumed training.
+    """Compare a checkpoint with the values that `checked_values` returns for the resumed training.
 
     Raises:
         MsrlError: with every key that has changed.

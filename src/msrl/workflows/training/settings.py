@@ -3,22 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
-from msrl.config.messages import written
 from msrl.config.schema import Config
 from msrl.config.sections.train import OffloadConfig, ParallelConfig
-from msrl.data.order import BlendOrder, RowOrder
-from msrl.errors import MsrlError
-from msrl.limits import print_note
 from msrl.models.shape import Shape
 from msrl.plan.derived import critic_optimizer, layout_from, updates_per_step
 from msrl.plan.roles import SeparateModel
 from msrl.plan.run_plan import RunPlan
 from msrl.platforms.base import Platform
-from msrl.trainer.checkpointing.resume import Retention, SavedTraining, resume_from
+from msrl.trainer.checkpointing.resume import Retention, SavedTraining
 from msrl.trainer.schedule import Schedule
 from msrl.trainer.settings import Layout, RankSettings, ReplicaSettings, critic_settings
 from msrl.types import ChatFormat
@@ -44,46 +39,6 @@ def loaded_models(plan: RunPlan, resume: SavedTraining | None) -> list[Path]:
     return list(dict.fromkeys([*folders, *(model.weights for model in further)]))
 
 
-def order_state(order: RowOrder | BlendOrder) -> dict[str, Any]:
-    """Return the data order for a checkpoint's state.
-
-    With the step it determines the position in the data.
-    """
-    return {"order": asdict(order)}
-
-
-def check_order(saved: SavedTraining, order: RowOrder | BlendOrder, *, rows_per_step: str) -> None:
-    """Check that a resumed run reads the rows that the saved run would have read next.
-
-    Raises:
-        MsrlError: with every key that has changed.
-    """
-    keys = {
-        "num_rows": "data.train",
-        "weights": "data.blend",
-        "rows_per_step": rows_per_step,
-        "seed": "run.seed",
-        "shuffle": "data.shuffle",
-    }
-    current = {
-        name: list(value) if isinstance(value, tuple) else value
-        for name, value in asdict(order).items()
-    }
-    before = saved.state()["extra"].get("order", current)
-    unit = {"num_rows": " rows", "rows_per_step": " rows"}
-    changed = [
-        f"{keys[name]} (was {written(before.get(name))}{unit.get(name, '')}, is {written(now)})"
-        for name, now in current.items()
-        if before.get(name) != now
-    ]
-    if changed:
-        raise MsrlError(
-            f"checkpoint.resume: cannot resume from step {saved.step} in {saved.root} with the "
-            "same rows, because these have changed:"
-            f" {', '.join(changed)}. Restore them, or start a new run with checkpoint.load."
-        )
-
-
 def worker_variables(config: Config, platform: Platform) -> dict[str, str]:
     """Return the environment variables of training ranks besides the platform's.
 
@@ -97,20 +52,6 @@ def worker_variables(config: Config, platform: Platform) -> dict[str, str]:
         **(platform.deterministic_environment if config.run.deterministic else {}),
         **cluster.env,
     }
-
-
-def checkpoint_to_resume(config: Config, root: Path) -> SavedTraining | None:
-    """Return the newest complete checkpoint to resume from, or None.
-
-    Notes on skipped checkpoints are printed.
-
-    Raises:
-        MsrlError: The configured checkpoint is absent or damaged.
-    """
-    saved, notes = resume_from(config.checkpoint.resume, root)
-    for note in notes:
-        print_note(note)
-    return saved
 
 
 def rank_settings(

@@ -20,7 +20,7 @@ from msrl.models.shape import Shape
 from msrl.plan.run_plan import RunPlan
 from msrl.platforms import resolve
 from msrl.platforms.base import Platform
-from msrl.trainer.checkpointing.resume import SavedTraining, check_room
+from msrl.trainer.checkpointing.resume import SavedTraining
 from msrl.trainer.objective.batches import BatchLimits
 from msrl.trainer.schedule import Schedule
 from msrl.trainer.settings import RankSettings
@@ -31,13 +31,7 @@ from msrl.workflows.training.mfu import mfu
 from msrl.workflows.training.preflight import check_run_folder, check_start
 from msrl.workflows.training.run_log import count_text
 from msrl.workflows.training.session import Evaluator, TrainingSession, open_session
-from msrl.workflows.training.settings import (
-    check_order,
-    checkpoint_to_resume,
-    order_state,
-    rank_settings,
-    schedule,
-)
+from msrl.workflows.training.settings import rank_settings, schedule
 from msrl.workflows.training.trainer_group import TrainerGroup
 from msrl.workflows.training.trainers import open_trainers, save_plan
 
@@ -223,20 +217,9 @@ def prepare(
     train, held_out = task.open_rows(plan)
     num_rows = (config.train.epochs or 1) * len(train)
     num_steps = config.train.steps or math.ceil(num_rows / config.train.global_batch)
-    resume = checkpoint_to_resume(config, plan.checkpoint_dir)
-    start_step = resume.step if resume else 0
-    if start_step > num_steps:
-        raise MsrlError(
-            f"train.steps={num_steps}: the checkpoint in {plan.checkpoint_dir} is at step "
-            f"{start_step} already. Raise train.steps to"
-            " resume."
-        )
     order, rates = row_order(config, train), schedule(config, num_steps)
-    state = {**order_state(order), **resume_checks.checked_values(plan, rates)}
-    if resume:
-        check_order(resume, order, rows_per_step="train.global_batch")
-        resume_checks.check(resume, state)
-    check_room(plan.checkpoint_dir, resume)
+    resume, state = resume_checks.checkpoint_and_state(plan, order, rates, num_steps)
+    start_step = resume.step if resume else 0
     resume_checks.report_schedule(resume, rates, start_step)
     return SupervisedSetup(
         plan=plan,
