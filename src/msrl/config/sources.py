@@ -390,7 +390,7 @@ def read_with_defaults(path: str) -> list[Node]:
             the `defaults:` lead to too many files.
     """
     try:
-        return _DefaultsReader().read(path)
+        return _read_layers(path, [])
     except _TooManyFilesError:
         raise MsrlError(
             f"{path}: its `defaults:` lead to more than {_MAX_FILES} files. Use fewer, and list "
@@ -402,40 +402,35 @@ class _TooManyFilesError(Exception):
     """The `defaults:` of a configuration lead to too many files."""
 
 
-class _DefaultsReader:
-    """Reader of a file with its `defaults:`. Files that list others twice multiply."""
+def _read_layers(
+    path: str, opened: list[str], inside: Path | None = None, parents: tuple[Path, ...] = ()
+) -> list[Node]:
+    """Return the trees of a file. Relative paths are resolved against the folder `inside`.
 
-    def __init__(self) -> None:
-        self._num_files = 0
-
-    def read(
-        self, path: str, inside: Path | None = None, parents: tuple[Path, ...] = ()
-    ) -> list[Node]:
-        """Return the trees of a file. Relative paths are resolved against the folder `inside`.
-
-        `parents` are the files whose `defaults:` led to this file.
-        """
-        self._num_files += 1
-        if self._num_files > _MAX_FILES:
-            raise _TooManyFilesError
-        file = find(path, inside)
-        if file.resolve() in parents:
-            raise MsrlError(f"{file}: its `defaults:` include the file itself")
-        tree = read(file)
-        entries: dict[str, Node] = tree.value if isinstance(tree.value, dict) else {}
-        layers: list[Node] = []
-        errors: list[str] = []
-        for name in _defaults(entries.get("defaults")):
-            try:
-                layers += self.read(str(name.value), file.parent, (*parents, file.resolve()))
-            except ManyErrors as error:
-                errors += error.messages
-            except MsrlError as error:
-                errors.append(f"{name.origin}: defaults: {error}")
-        if errors:
-            raise ManyErrors(errors)
-        values = {key: node for key, node in entries.items() if key != "defaults"}
-        return [*layers, Node(values, tree.origin)]
+    `opened` are all files so far: files that list others twice multiply. `parents` are those whose
+    `defaults:` led to this file.
+    """
+    if len(opened) == _MAX_FILES:
+        raise _TooManyFilesError
+    opened.append(path)
+    file = find(path, inside)
+    if file.resolve() in parents:
+        raise MsrlError(f"{file}: its `defaults:` include the file itself")
+    tree = read(file)
+    entries: dict[str, Node] = tree.value if isinstance(tree.value, dict) else {}
+    layers: list[Node] = []
+    errors: list[str] = []
+    for name in _defaults(entries.get("defaults")):
+        try:
+            layers += _read_layers(str(name.value), opened, file.parent, (*parents, file.resolve()))
+        except ManyErrors as error:
+            errors += error.messages
+        except MsrlError as error:
+            errors.append(f"{name.origin}: defaults: {error}")
+    if errors:
+        raise ManyErrors(errors)
+    values = {key: node for key, node in entries.items() if key != "defaults"}
+    return [*layers, Node(values, tree.origin)]
 
 
 def _defaults(node: Node | None) -> tuple[Node, ...]:
