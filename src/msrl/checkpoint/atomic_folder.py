@@ -31,7 +31,7 @@ def require_free_path(target: Path) -> None:
             f"{target}: already exists and is not an empty folder. Name another folder or remove "
             "it."
         )
-    parent = _nearest_existing(target)
+    parent = nearest_existing(target)
     if not parent.is_dir():
         raise MsrlError(f"{target}: {parent} is a file. Name another folder.")
     if not os.access(parent, os.W_OK | os.X_OK):
@@ -59,7 +59,7 @@ def require_space(target: Path, needed_bytes: int) -> None:
     Raises:
         MsrlError: There is less free space.
     """
-    free = shutil.disk_usage(_nearest_existing(target)).free + _leftover_bytes(
+    free = shutil.disk_usage(nearest_existing(target)).free + _leftover_bytes(
         _partial_path(target.resolve())
     )
     if free < needed_bytes:
@@ -81,7 +81,7 @@ def _leftover_bytes(partial: Path) -> int:
     return sum(entry.lstat().st_blocks * _BLOCK_BYTES for entry in partial.rglob("*"))
 
 
-def _nearest_existing(target: Path) -> Path:
+def nearest_existing(target: Path) -> Path:
     """Return the path itself if it exists, else its nearest existing parent."""
     return next(path for path in (target.absolute(), *target.absolute().parents) if path.exists())
 

@@ -6,6 +6,7 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
+from msrl.checkpoint.atomic_folder import nearest_existing
 from msrl.checkpoint.convert import ITERATION, McoreTarget, ruled_plan
 from msrl.checkpoint.distributed.write import tensor_file
 from msrl.checkpoint.dtypes import BY_HF_NAME, CHOICES
@@ -65,7 +66,7 @@ def show(config: Config) -> None:
     if shape.pass_through:
         names = ", ".join(f"{prefix}*" for prefix in shape.pass_through)
         print_line(f"Not counted here, as they pass through unchanged: {names}")
-    free = shutil.disk_usage(_nearest_existing(Path(convert.save))).free
+    free = shutil.disk_usage(nearest_existing(Path(convert.save))).free
     print_line(
         f"free on the disk: {amount_text(free, 'B')}"
         + (", which is not enough" if free < total else "")
@@ -110,8 +111,3 @@ def _row(name: str, specs: list[TensorSpec]) -> tuple[str, ...]:
     elements = sum(spec.num_elements for spec in specs)
     num_bytes = sum(spec.num_bytes for spec in specs)
     return name, f"{len(specs)}", f"{elements:,}", amount_text(num_bytes, "B")
-
-
-def _nearest_existing(path: Path) -> Path:
-    """Return the path itself if it exists, else its nearest existing parent."""
-    return path if path.exists() else _nearest_existing(path.absolute().parent)
