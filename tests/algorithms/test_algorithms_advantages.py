@@ -19,8 +19,8 @@ from msrl.algorithms.selection import sample_weights, trained_samples
 from msrl.algorithms.token_rewards import TokenRewards, discounted, whiten
 from msrl.errors import MsrlError
 from msrl.trainer.objective.losses import required_arguments
-from msrl.types import Completion, Prompt, Reward, RolloutGroup, ScoredGroup
-from prepared_steps import make_step
+from msrl.types import Prompt
+from prepared_steps import make_step, scored_group
 from support import mentions
 from turn_arrays import make_turns
 
@@ -548,25 +548,14 @@ def test_the_adaptive_controller_changes_by_at_most_a_fifth_towards_the_target()
     assert kl_controller.adapted(1.0, -1.0, 100, **rule) == pytest.approx(0.8)
 
 
-def scored_group(totals, lengths, finish="stop"):
-    completions = tuple(
-        Completion(
-            np.arange(n, dtype=np.int64),
-            np.full(n, -0.5, np.float32),
-            finish_reason=finish,
-            policy_version=0,
-            text="",
-        )
-        for n in lengths
-    )
-    prompt = Prompt(index=0, token_ids=np.array([7, 8], dtype=np.int64))
-    return ScoredGroup(
-        RolloutGroup(prompt, completions), tuple(Reward(total, {}) for total in totals)
-    )
+PROMPT = Prompt(index=0, token_ids=np.array([7, 8]))
 
 
 def test_every_completion_becomes_a_sample_with_its_own_advantages():
-    groups = [scored_group([1.0, 0.0], [2, 3]), scored_group([0.5, 0.25], [1, 4], finish="length")]
+    groups = [
+        scored_group(PROMPT, [1.0, 0.0], [2, 3]),
+        scored_group(PROMPT, [0.5, 0.25], [1, 4], logprob=-0.5, finish_reason="length"),
+    ]
     arrays = rollout_arrays(groups)
     assert arrays.rewards.tolist() == [[1.0, 0.0], [0.5, 0.25]]
     assert arrays.lengths.tolist() == [[2, 3], [1, 4]]
@@ -583,9 +572,9 @@ def test_every_completion_becomes_a_sample_with_its_own_advantages():
 
 def test_groups_of_different_size_and_wrong_shapes_are_refused():
     with pytest.raises(ValueError, match=mentions("groups", "[1, 2]", "completions")):
-        group_arrays([scored_group([1.0], [1]), scored_group([1.0, 2.0], [1, 1])])
+        group_arrays([scored_group(PROMPT, [1.0], [1]), scored_group(PROMPT, [1.0, 2.0], [1, 1])])
     with pytest.raises(ValueError, match=mentions("(3,)", "2 tokens")):
-        make_step([scored_group([1.0, 0.0], [1, 1])], np.zeros(3))
+        make_step([scored_group(PROMPT, [1.0, 0.0], [1, 1])], np.zeros(3))
 
 
 @pytest.mark.parametrize("name", golden.ESTIMATORS)

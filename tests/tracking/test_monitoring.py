@@ -26,13 +26,13 @@ from msrl.rollout.engine import EngineMetrics
 from msrl.tracking.plots import plot_distributions
 from msrl.tracking.prometheus import MetricsServer, PrometheusTracker
 from msrl.trainer.objective.requests import TokenRequest
-from msrl.types import Completion, Prompt, Reward, RolloutGroup, ScoredGroup, StepReport
+from msrl.types import Prompt, StepReport
 from msrl.workflows.rl.setup import numbered_engine_settings
 from msrl.workflows.rl.step import Clock
 from msrl.workflows.rl.token_values import TokenValues, size_note
 from msrl.workflows.rl.update.batches import PreparedStep
 from msrl.workflows.training.trainer_group import ForwardResult
-from prepared_steps import make_step
+from prepared_steps import make_step, scored_group
 from support import ROOT, assert_mentions, mentions
 from training_runs import listening_hosts
 
@@ -140,11 +140,8 @@ class Ranks:
 
 def prepared_step(num_samples: int, **fields: Any) -> PreparedStep:
     """Return a step of one response to each prompt, of which every other one is trained on."""
-    completion = Completion(np.array([2, 3]), np.zeros(2, np.float32), "stop", 0, "")
     prompts = [Prompt(n, np.array([n, 1])) for n in range(num_samples)]
-    groups = [
-        ScoredGroup(RolloutGroup(prompt, (completion,)), (Reward(0.0, {}),)) for prompt in prompts
-    ]
+    groups = [scored_group(prompt, [0.0], [2]) for prompt in prompts]
     step = make_step(groups, None, np.arange(num_samples)[:, None] % 2 == 0)
     sequences = step.sequences
     return replace(step, sequences=sequences._replace(fields={**sequences.fields, **fields}))

@@ -8,10 +8,27 @@ import numpy as np
 
 from msrl.algorithms.rollout_arrays import rollout_arrays
 from msrl.config.loader import load
-from msrl.types import ScoredGroup
+from msrl.types import Completion, FinishReason, Prompt, Reward, RolloutGroup, ScoredGroup
 from msrl.workflows.rl.update.advantages import StepAdvantages
 from msrl.workflows.rl.update.batches import PreparedStep, prepared_step
 from msrl.workflows.rl.update.values import StepValues
+
+
+def scored_group(
+    prompt: Prompt,
+    rewards: Sequence[float],
+    lengths: Sequence[int],  # tokens of each response
+    *,
+    logprob: float = 0.0,
+    finish_reason: FinishReason = "stop",
+) -> ScoredGroup:
+    """Return a group of responses 0, 1, 2 and so on with these rewards."""
+    responses = tuple(
+        Completion(np.arange(n), np.full(n, logprob, np.float32), finish_reason, 0, "")
+        for n in lengths
+    )
+    scores = tuple(Reward(total, {}) for total in rewards)
+    return ScoredGroup(RolloutGroup(prompt, responses), scores)
 
 
 def make_step(

@@ -15,15 +15,9 @@ import torch
 from torch import Tensor
 
 import roll_oracle as oracle
-from msrl.algorithms import kl
-from msrl.algorithms.aggregate import sequence_weights
-from msrl.algorithms.token_rewards import TokenRewards
+from imported_steps import loss_and_gradient, scored_groups, step_advantages
 from msrl.config.schema import Config
 from msrl.errors import MsrlError
-from msrl.rewards.normalize import Moments, normalize
-from msrl.trainer.objective.losses import Outputs
-from msrl.workflows.rl.update.advantages import estimate_advantages
-from msrl.workflows.rl.update.updater import policy_loss
 from support import mentions
 from test_imports_commands import RLVR, edit
 from test_imports_losses import PG, convert, native
@@ -149,22 +143,14 @@ def flat(batch: oracle.Batch, values: Tensor) -> Tensor:  # [B, S - 1] -> [N]
 
 def our_loss(config: Config, batch: oracle.Batch, entropy: Tensor) -> tuple[float, Tensor]:
     """Return value and gradient [N] of the loss of an imported file."""
-    leaf = flat(batch, batch["log_probs"]).clone().requires_grad_()
-    sequences = torch.repeat_interleave(torch.arange(len(LENGTHS)), torch.tensor(LENGTHS))
-    aggregate = config.algo.aggregate
-    weights = sequence_weights(LENGTHS, aggregate.mode, constant=aggregate.constant)
     fields = {
-        "weights": torch.from_numpy(weights)[sequences],
         "old_logprobs": flat(batch, batch["old_log_probs"]),
         "reference_logprobs": flat(batch, batch["ref_log_probs"]),
         "advantages": flat(batch, batch["advantages"]),
-        "scores": batch["scores"][sequences],
+        "scores": batch["scores"].repeat_interleave(torch.tensor(LENGTHS)),
     }
-    outputs = Outputs(leaf, sequences, flat(batch, entropy))
-    value, _ = policy_loss(config)(outputs, fields, len(leaf))
-    value.backward()
-    assert leaf.grad is not None
-    return value.item(), leaf.grad
+    logprobs, entropies = flat(batch, batch["log_probs"]), flat(batch, entropy)
+    return loss_and_gradient(config, LENGTHS, logprobs, entropies, fields)
 
 
 @pytest.mark.parametrize("name", LOSSES)
@@ -204,47 +190,12 @@ def test_topr_is_that_of_roll_where_scores_and_advantages_have_other_signs(tmp_p
 
 
 def our_advantages(
-    config: Config, batch: oracle.Batch, domains: Sequence[str] = ()
+    config: Config, batch: oracle.Batch, tags: Sequence[str] = ("math", "math")
 ) -> np.ndarray:  # [N]
-    """Return the advantages of a step, as the driver computes them from scores.
-
-    `domains` are the domains of the prompts.
-    """
-    norm, algo = config.reward.norm, config.algo
-    scores = batch["response_level_rewards"].reshape(-1, GROUP).numpy()
-    if config.reward.clip is not None:
-        scores = scores.clip(-config.reward.clip, config.reward.clip)
-    scores = normalize(
-        scores,
-        np.ones(scores.shape, np.bool_),
-        center=norm.center,
-        scale=norm.scale,
-        eps=norm.eps,
-        running=Moments(),
-        domains=domains,
-    )
-    if norm.clip is not None:
-        scores = scores.clip(*norm.clip)
-    extra = None
-    if algo.kl.reward.coef:
-        divergence = kl.per_token(
-            algo.kl.reward.estimator,
-            flat(batch, batch["old_log_probs"]),
-            flat(batch, batch["ref_log_probs"]),
-            torch.ones(sum(LENGTHS), dtype=torch.bool),
-        )
-        extra = -algo.kl.reward.coef * divergence.numpy()
-    numbers = None
-    if algo.advantage.whiten_scope == "domain":
-        numbers = np.unique(domains, return_inverse=True)[1]
-    lengths = np.array(LENGTHS).reshape(-1, GROUP)
-    rewards = TokenRewards(scores, lengths, extra, domains=numbers)
-    advantages = estimate_advantages(algo, rewards, flat(batch, batch["values"]).numpy())
-    if algo.advantage.whiten:
-        advantages = rewards.whiten(advantages, algo.advantage.eps)
-    if algo.advantage.clip is not None:
-        advantages = advantages.clip(-algo.advantage.clip, algo.advantage.clip)
-    return advantages
+    """Return the advantages of a step, as the driver computes them from scores."""
+    groups = scored_groups(batch["response_level_rewards"], LENGTHS, tags)
+    names = ("old_log_probs", "ref_log_probs", "values")
+    return step_advantages(config, groups, *(flat(batch, batch[name]) for name in names))
 
 
 @pytest.mark.parametrize("name", ADVANTAGES)
@@ -283,7 +234,7 @@ def test_the_samples_of_each_domain_are_normalized_by_themselves(name: str, tmp_
     parts = [oracle.Batch({key: value[part] for key, value in batch.items()}) for part in rows]
     tokens = [oracle.advantages(theirs, part) for part in parts]
     expected = flat(batch, torch.cat(tokens)).numpy()
-    actual = our_advantages(config, batch, ["math", "qa"])
+    actual = our_advantages(config, batch, ("math", "qa"))
     np.testing.assert_allclose(actual, expected, rtol=1e-4, atol=1e-5)
 
 

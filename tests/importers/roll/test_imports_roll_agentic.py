@@ -12,13 +12,11 @@ import pytest
 import torch
 
 import roll_oracle as oracle
-from msrl.algorithms.rollout_arrays import rollout_arrays
-from msrl.algorithms.token_rewards import TokenRewards
+from imported_steps import step_advantages
 from msrl.config.schema import Config
 from msrl.config.sources import plain
 from msrl.errors import MsrlError
 from msrl.importers.translation import KeyStatus
-from msrl.rewards.process import RewardSteps
 from msrl.types import (
     Completion,
     Episode,
@@ -29,7 +27,6 @@ from msrl.types import (
     ScoredGroup,
     TokenSequence,
 )
-from msrl.workflows.rl.update.advantages import estimate_advantages, placed_rewards
 from support import assert_mentions, mentions
 from test_imports_commands import edit
 from test_imports_environments import AGENTIC, convert, tree
@@ -104,20 +101,8 @@ def agentic_batch() -> oracle.Batch:
 
 def our_advantages(config: Config, batch: oracle.Batch) -> np.ndarray:  # [N]
     """Return the advantages of a step, as the driver computes them from scored groups."""
-    scored, algo = groups(), config.algo
-    scores = RewardSteps(config.reward, 64, {}).apply(scored).rewards
-    extra = None
-    if algo.kl.reward.coef:
-        divergence = flat(batch, batch["old_log_probs"]) - flat(batch, batch["ref_log_probs"])
-        extra = -algo.kl.reward.coef * divergence.numpy()
-    arrays, correction = rollout_arrays(scored), algo.advantage.correction
-    rewards = TokenRewards(scores, arrays.lengths, extra, correction=correction)
-    rewards = placed_rewards(config, rewards, arrays.turns)
-    advantages = estimate_advantages(algo, rewards, turns=arrays.turns)
-    if algo.advantage.whiten:
-        advantages = rewards.whiten(advantages, algo.advantage.eps)
-    clip = algo.advantage.clip
-    return advantages if clip is None else advantages.clip(-clip, clip)
+    names = ("old_log_probs", "ref_log_probs")
+    return step_advantages(config, groups(), *(flat(batch, batch[name]) for name in names))
 
 
 @pytest.mark.parametrize("norm", NORMS)

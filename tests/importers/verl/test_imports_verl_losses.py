@@ -18,16 +18,13 @@ import torch
 from torch import Tensor
 
 import verl_oracle as oracle
-from msrl.algorithms import kl
+from imported_steps import loss_and_gradient, scored_groups, step_advantages
 from msrl.algorithms.aggregate import sequence_weights
-from msrl.algorithms.token_rewards import TokenRewards
 from msrl.config.schema import Config
 from msrl.plan.derived import aggregate_constant
 from msrl.rewards.verifiers import verl as scores
-from msrl.trainer.objective.losses import Outputs, ValueLoss
+from msrl.trainer.objective.losses import ValueLoss
 from msrl.trainer.schedule import Schedule
-from msrl.workflows.rl.update.advantages import estimate_advantages
-from msrl.workflows.rl.update.updater import policy_loss
 from test_imports_losses import native
 from test_imports_verl import imported_script
 
@@ -177,23 +174,15 @@ def flat(batch: oracle.Batch, values: Tensor) -> Tensor:  # [B, T] -> [N]
 
 def our_loss(config: Config, batch: oracle.Batch, entropy: Tensor) -> tuple[float, Tensor]:
     """Return value and gradient [N] of the loss of an imported script."""
-    leaf = flat(batch, batch["log_probs"]).clone().requires_grad_()
-    sequences = torch.repeat_interleave(torch.arange(len(LENGTHS)), torch.tensor(LENGTHS))
-    aggregate = config.algo.aggregate
-    weights = sequence_weights(LENGTHS, aggregate.mode, constant=aggregate.constant)
+    logprobs, entropies = flat(batch, batch["log_probs"]), flat(batch, entropy)
     fields = {
-        "weights": torch.from_numpy(weights)[sequences],
         "old_logprobs": flat(batch, batch["old_log_probs"]),
         "sampler_logprobs": flat(batch, batch["rollout_log_probs"]),
         "reference_logprobs": flat(batch, batch["ref_log_prob"]),
         "advantages": flat(batch, batch["advantages"]),
-        "draws": torch.zeros(len(leaf)),
+        "draws": torch.zeros(len(logprobs)),
     }
-    outputs = Outputs(leaf, sequences, flat(batch, entropy))
-    value, _ = policy_loss(config)(outputs, fields, len(leaf))
-    value.backward()
-    assert leaf.grad is not None
-    return value.item(), leaf.grad
+    return loss_and_gradient(config, LENGTHS, logprobs, entropies, fields)
 
 
 @pytest.mark.parametrize("name", LOSSES)
@@ -216,22 +205,9 @@ def test_the_loss_of_an_imported_script_is_that_of_the_actor(name: str, tmp_path
 
 def our_advantages(config: Config, batch: oracle.Batch) -> np.ndarray:  # [N]
     """Return the advantages of a step, as the driver computes them from scores."""
-    algo = config.algo
-    token_scores = batch["token_level_scores"].sum(-1).reshape(-1, GROUP).numpy()
-    extra = None
-    if algo.kl.reward.coef:
-        divergence = kl.per_token(
-            algo.kl.reward.estimator,
-            flat(batch, batch["old_log_probs"]),
-            flat(batch, batch["ref_log_prob"]),
-            torch.ones(sum(LENGTHS), dtype=torch.bool),
-        )
-        extra = -algo.kl.reward.coef * divergence.numpy()
-    rewards = TokenRewards(token_scores, np.array(LENGTHS).reshape(-1, GROUP), extra)
-    advantages = estimate_advantages(algo, rewards, flat(batch, batch["values"]).numpy())
-    if algo.advantage.whiten:
-        advantages = rewards.whiten(advantages, algo.advantage.eps)
-    return advantages
+    groups = scored_groups(batch["token_level_scores"].sum(-1), LENGTHS, ("", ""))
+    names = ("old_log_probs", "ref_log_prob", "values")
+    return step_advantages(config, groups, *(flat(batch, batch[name]) for name in names))
 
 
 @pytest.mark.parametrize("name", ADVANTAGES)

@@ -22,11 +22,12 @@ from msrl.models.paths import TRACKER
 from msrl.plan.run_plan import resolve
 from msrl.rewards.score import Scorer
 from msrl.trainer.objective.losses import Distillation, teacher_weight
-from msrl.types import Completion, Prompt, Reward, RolloutGroup, ScoredGroup
+from msrl.types import Completion, Prompt, RolloutGroup
 from msrl.workflows.rl.distillation import check_tags, teacher_fields
 from msrl.workflows.rl.step import Clock, step_metrics
 from msrl.workflows.rl.update.updater import Updater, policy_loss
 from msrl.workflows.training.settings import loaded_models, rank_settings
+from prepared_steps import scored_group
 from support import assert_mentions, labelled, mentions
 from test_cli import msrl
 from tiny_qwen2 import make_tokenizer, save_model
@@ -214,21 +215,16 @@ def prompt(index: int, tag: str | None) -> Prompt:
     return Prompt(index, np.array([1, 2]), extra={} if tag is None else {"tag": tag})
 
 
-def group(row: Prompt, *lengths: int) -> ScoredGroup:
-    """Return a group of completions with these numbers of tokens."""
-    completions = tuple(
-        Completion(np.arange(n), np.zeros(n, np.float32), "stop", 0, "") for n in lengths
-    )
-    return ScoredGroup(RolloutGroup(row, completions), (Reward(0.0, {}),) * len(lengths))
-
-
 def test_a_teacher_has_no_weight_in_rows_without_its_tags() -> None:
     teachers = (
         TeacherConfig(model="a", weight=0.5, tags=("math",)),
         TeacherConfig(model="b", weight=2.0, tags=("code", "math")),
         TeacherConfig(model="c", weight=3.0),
     )
-    groups = [group(prompt(0, "math"), 1, 3), group(prompt(1, "code"), 2, 2)]
+    groups = [
+        scored_group(prompt(0, "math"), [0.0, 0.0], [1, 3]),
+        scored_group(prompt(1, "code"), [0.0, 0.0], [2, 2]),
+    ]
     arrays = rollout_arrays(groups)
     fields = teacher_fields(arrays, teachers)
     weights = [[set(row[2:].tolist()) for row in fields[teacher_weight(n)]] for n in range(3)]

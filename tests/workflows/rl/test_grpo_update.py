@@ -23,7 +23,7 @@ from msrl.cli.configuration import load_configuration as load
 from msrl.errors import MsrlError
 from msrl.trainer.objective.batches import BatchLimits
 from msrl.trainer.objective.requests import RankValues, TokenRequest, UpdateRequest
-from msrl.types import Completion, Floats, MicroBatch, Prompt, Reward, RolloutGroup, ScoredGroup
+from msrl.types import Floats, MicroBatch, Prompt, ScoredGroup
 from msrl.workflows.rl.model_groups import ModelGroups, SeparateGroup
 from msrl.workflows.rl.setup import difficulty, prepare
 from msrl.workflows.rl.step import Clock
@@ -32,6 +32,7 @@ from msrl.workflows.rl.update.updater import Updater
 from msrl.workflows.training.train_worker import WorkerPosition
 from msrl.workflows.training.trainer_group import ForwardResult, TrainerGroup
 from msrl.workflows.training.transport.base import Calls
+from prepared_steps import scored_group
 from support import checked_plan, mentions
 from tiny_qwen2 import make_tokenizer
 from training_runs import write_rows
@@ -92,14 +93,8 @@ def make_updater(ranks: Ranks, *sets: str, state: dict[str, Any] | None = None) 
 
 def group(index: int, *rewards: float) -> ScoredGroup:
     """Return a scored group with responses of 1, 2 and so on tokens."""
-    sizes = range(1, len(rewards) + 1)
-    answers = tuple(
-        Completion(np.full(n, 5), np.full(n, -1.0, np.float32), "stop", 0, "") for n in sizes
-    )
-    return ScoredGroup(
-        RolloutGroup(Prompt(index, np.array([1, 2])), answers),
-        tuple(Reward(total, {}) for total in rewards),
-    )
+    lengths = range(1, len(rewards) + 1)
+    return scored_group(Prompt(index, np.array([1, 2])), rewards, lengths, logprob=-1.0)
 
 
 def advantages(prepared: PreparedStep) -> list[float]:
