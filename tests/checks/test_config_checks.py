@@ -251,9 +251,9 @@ def test_normalization_by_group_needs_several_samples(folder: Path):
     )
     assert_each_mentions(
         [line for line in mistakes("train-grpo", *sets) if "reward." in line],
+        ("--set: reward.length.coef=1.0", "rollout.samples_per_prompt"),
         ("--set: reward.norm.center=group", "rollout.samples_per_prompt"),
         ("--set: reward.norm.scale=group", "rollout.samples_per_prompt"),
-        ("--set: reward.length.coef=1.0", "rollout.samples_per_prompt"),
     )
 
 

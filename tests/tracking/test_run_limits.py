@@ -23,6 +23,7 @@ from support import assert_mentions, mentions
 from test_view import read_chunk
 
 TERABYTE = 1 << 40
+SAVED = "Saved checkpoint " + "of step {} to x\n"  # a line of log.txt
 
 
 @pytest.fixture
@@ -57,7 +58,7 @@ def test_a_file_of_a_run_with_a_hole_is_one_message(name: str, run: Path, tmp_pa
 
 def test_only_the_first_part_of_a_log_is_read(run: Path, tmp_path: Path, capsys: Any):
     log = run / "log.txt"
-    log.write_text(f"Saved checkpoint of step {'9' * 6000} to x\n" + log.read_text())
+    log.write_text(SAVED.format("9" * 6000) + log.read_text())
     os.truncate(log, TERABYTE)
     shown = overview(run, tmp_path)
     assert shown["markers"]["checkpoints"] == [2]
@@ -69,7 +70,7 @@ def test_a_step_is_found_where_two_blocks_of_a_log_meet(
     run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(run_data, "_LOG_BLOCK_BYTES", 50)
-    (run / "log.txt").write_text("Saved checkpoint of step 1234 to x\n" * 7)
+    (run / "log.txt").write_text(SAVED.format(1234) * 7)
     assert overview(run, tmp_path)["markers"]["checkpoints"] == [1234]
 
 

@@ -7,7 +7,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from msrl.processes.messages import Frame, FrameReader, packed
 
@@ -16,7 +16,7 @@ _ONLY_GIVEN_PATH = ("-P",) if sys.version_info >= (3, 11) else ()
 # Exit codes of processes that others ended: the out-of-memory killer, or the end of a job.
 _KILLED = (-signal.SIGKILL, -signal.SIGTERM)
 MAX_REPEATS = 3  # of a call whose process was killed
-_ONE_THREAD = {"OMP_NUM_THREADS": "1"}  # many workers share the cores
+ONE_THREAD = {"OMP_NUM_THREADS": "1"}  # many workers share the cores
 
 
 def python_command(*words: str) -> list[str]:
@@ -36,6 +36,7 @@ class WorkerProcess:
         setup: object,
         path: Sequence[str],
         pass_fds: Collection[int] = (),
+        environment: Mapping[str, str] = ONE_THREAD,
     ) -> None:
         """Start the process and send it its setup.
 
@@ -44,13 +45,14 @@ class WorkerProcess:
             setup: First message.
             path: Search path for modules.
             pass_fds: File descriptors that the process inherits.
+            environment: Further environment variables.
         """
         module_path = os.pathsep.join(folder for folder in path if folder)
         self.process = subprocess.Popen(
             python_command("-m", module),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            env={**os.environ, "PYTHONPATH": module_path, **_ONE_THREAD},
+            env={**os.environ, "PYTHONPATH": module_path, **environment},
             start_new_session=True,
             pass_fds=tuple(pass_fds),
         )

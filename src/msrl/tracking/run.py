@@ -368,9 +368,10 @@ def _write_config(path: Path, config: Mapping[str, object], attempt: int) -> Non
 def resume_command(path: Path) -> str | None:
     """Return the command that resumes the run of a folder; None if it is not recorded."""
     attempts = read_attempts(path)
-    words: list[str] = attempts[-1].get("command", [])[1:] if attempts else []
-    if not words:
+    command: list[str] = attempts[-1].get("command", []) if attempts else []
+    if not command:
         return None
+    words = command[1:]
     for start in (i for i, word in enumerate(words) if word == "--resume"):
         words = [*words[:start], *words[start + 2 :]]
         break

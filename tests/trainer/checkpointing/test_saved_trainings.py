@@ -69,9 +69,8 @@ def write(
         )
         RankFiles(root, step, rank, {"rng": torch.arange(9)}, weights).write()
     model = SavedModel(shape, LAYOUT, "float32", is_adapters=False)
-    Publication(
-        root, step, 2, {"step": step, "extra": {"best": float("nan")}}, model, hf_dir, retention
-    ).publish()
+    state = {"step": step, "cut": LAYOUT.as_json(), "extra": {"best": float("nan")}}
+    Publication(root, step, 2, state, model, hf_dir, retention).publish()
 
 
 @pytest.fixture(scope="module")
