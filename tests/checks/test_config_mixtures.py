@@ -57,6 +57,8 @@ def test_valid_settings_of_a_mixture_pass(folder: Path):
         ["model.path=deepseek v3", "train.router.bias_update_rate=0.001"],
         command="train-sft",
     )
+    trained = ["model.path=sparse", "model.init=random", "train.indexer_loss_coef=1.0"]
+    load(["sft.yaml"], trained, command="train-sft")
 
 
 @pytest.mark.parametrize(
@@ -103,6 +105,26 @@ def test_valid_settings_of_a_mixture_pass(folder: Path):
             ("train.lora.targets=wq_b", "indexer", "gradient"),
         ),
         ("sparse", ["model.init=random"], ("model.init=random", "indexers", "checkpoint")),
+        (
+            "deepseek v3",
+            ["train.indexer_loss_coef=0.1"],
+            ("train.indexer_loss_coef=0.1", "no indexers"),
+        ),
+        (
+            "sparse",
+            ["train.indexer_loss_coef=0.1", "train.lora.rank=4", "train.lora.targets=[o_proj]"],
+            ("train.indexer_loss_coef=0.1", "train.lora"),
+        ),
+        (
+            "sparse",
+            [
+                "train.indexer_loss_coef=0.1",
+                "train.parallel.cp=2",
+                "train.parallel.cp_algo=ulysses",
+                "cluster.devices_per_node=2",
+            ],
+            ("train.indexer_loss_coef=0.1", "train.parallel.cp=1"),
+        ),
     ],
 )
 def test_settings_that_a_mixture_does_not_support_are_refused_before_launch(

@@ -375,6 +375,7 @@ LLM_CASES: dict[str, Case] = {
     "train.seq_aux": (BALANCED, True),
     "train.moe_router_enable_expert_bias": ({}, True),
     "train.moe_router_bias_update_rate": (BIASED, 0.1),
+    "train.indexer_loss_coeff": ({"enable_dsa_indexer": True}, 0.1),
 }  # fmt: skip
 RAY_PPO: Changes = {"training.stage": "ray_ppo", "algorithm.adv_estimator": "gae"}
 RAY_CASES: dict[str, Case] = {

@@ -303,6 +303,11 @@ TABLE: dict[str, tuple[str, dict, tuple[str, ...]]] = {
     "latent attention": ("latent attention", {}, ()),
     "sparse attention": ("sparse attention", {}, ()),
     "sparse attention, tp2 sp": ("sparse attention", {"layout": Layout(tp=2, sp=True)}, ()),
+    "trained indexers": (
+        "sparse attention",
+        {"more": {"indexer_loss_coef": 1.0}},
+        ("train.indexer_loss_coef=1.0",),
+    ),
     "capped scores and logits": ("capped", {}, ()),
     "two bases": ("two bases", {}, ()),
     "norms over all heads": ("norms over all heads", {"layout": Layout(tp=2, sp=True)}, ()),

@@ -78,11 +78,12 @@ def check_random_weights(resolved: Resolved, plan: RunPlan) -> Iterator[str]:
             f"{shape.architecture} has weights that msrl does not train ({shape.pass_through[0]}"
             "*), so they cannot start from random ones. Use a checkpoint.",
         )
-    if shape is not None and shape.indexer is not None:
+    has_indexer = shape is not None and shape.indexer is not None
+    if has_indexer and not config.train.indexer_loss_coef:
         yield resolved.mistake(
             key,
-            f"{shape.architecture} has indexers, which choose keys and are not trained, so they "
-            "would stay random. Use a checkpoint.",
+            "the model has indexers, which choose keys and would stay random. Use a checkpoint, or "
+            "train them (train.indexer_loss_coef).",
         )
 
 
@@ -140,6 +141,26 @@ def check_router(resolved: Resolved, plan: RunPlan) -> Iterator[str]:
         yield resolved.mistake(
             "train.router.bias_update_rate",
             "train.lora freezes the model, which includes the expert biases. Remove it.",
+        )
+
+
+def check_indexer_loss(resolved: Resolved, plan: RunPlan) -> Iterator[str]:
+    """Yield a line for each reason that indexers cannot be trained."""
+    train, key = resolved.config.train, "train.indexer_loss_coef"
+    shape = plan.shape_or_none
+    if not train.indexer_loss_coef or shape is None:
+        return
+    if shape.indexer is None:
+        yield resolved.mistake(key, "the model has no indexers. Remove it.")
+    elif train.lora.rank is not None:
+        yield resolved.mistake(
+            key, "train.lora freezes the model, which includes the indexers. Remove one of them."
+        )
+    elif train.parallel.cp > 1:
+        yield resolved.mistake(
+            key,
+            "the loss of indexers is not supported with context parallelism. Set "
+            "train.parallel.cp=1, or remove it.",
         )
 
 
@@ -238,7 +259,8 @@ def check_freeze(resolved: Resolved, plan: RunPlan) -> Iterator[str]:
         except MsrlError as error:
             yield str(error)
             return
-        if all(rule.frozen or rule.mcore in names for rule in all_rules(shape)):
+        is_frozen = not resolved.config.train.indexer_loss_coef
+        if all((rule.frozen and is_frozen) or rule.mcore in names for rule in all_rules(shape)):
             yield resolved.mistake("train.freeze", "freezes all parameters, so nothing is trained")
 
 

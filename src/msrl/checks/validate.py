@@ -50,6 +50,7 @@ from msrl.checks.training import (
     check_freeze,
     check_grpo_batches,
     check_grpo_lengths,
+    check_indexer_loss,
     check_lora,
     check_model,
     check_random_weights,
@@ -242,6 +243,7 @@ _MODEL: tuple[PlanCheck, ...] = (
     check_recompute,
     check_router,
     check_replay,
+    check_indexer_loss,
     check_lora,
     check_random_weights,
 )

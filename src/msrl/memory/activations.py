@@ -16,6 +16,7 @@ from msrl.models.shape import Attention, DeltaNet, Dense, Layer, Mla, Moe, Shape
 _FP32_BYTES = _INT32_BYTES = 4
 _DELTA_CHUNK = 64  # tokens (`trainer/model/mixers/gated_delta.py`)
 _MASK_BLOCK = 512  # queries per block of the attention mask (`trainer/model/attention.py`)
+INDEXER = "wq_b"  # projection of the queries of an indexer, if a loss trains it
 LINEARS = (
     "linear_qkv",
     "linear_qkvz",
@@ -232,6 +233,11 @@ def _latent_attention(
         per_head = 3 * query_dim * core_bytes
         if mla.has_indexer_weights:
             chosen = batch.num_tokens * mla.indexer.top_k * _INT32_BYTES
+    if mla.indexer is not None and mla.has_indexer_weights and INDEXER in saved_inputs:
+        # Queries of the indexer, and the target of its loss.
+        width = min(mla.indexer.top_k, batch.longest)
+        queries = mla.indexer.num_heads * mla.indexer.head_dim
+        chosen += norm_tokens * (queries * element + width * _FP32_BYTES)
     per_head += mla.v_head_dim * element * ("linear_proj" in saved_inputs)
     core = tokens * heads * (per_head + _FP32_BYTES)
     if spread.gathers_keys:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from msrl.config.sections.train import LoraConfig, TrainConfig
 from msrl.errors import MsrlError
 from msrl.memory.activations import (
+    INDEXER,
     LINEARS,
     LayerBytes,
     Pass,
@@ -222,10 +223,11 @@ def spread_sizes(plan: RunPlan, shape: Shape) -> Spread:
     )
 
 
-def _saved_inputs(lora: LoraConfig, shape: Shape) -> frozenset[str]:
+def _saved_inputs(train: TrainConfig, shape: Shape) -> frozenset[str]:
     """Return the linear layers that save inputs: those that are trained or have an adapter."""
+    lora = train.lora
     if lora.rank is None:
-        return frozenset(LINEARS)
+        return frozenset((*LINEARS, INDEXER) if train.indexer_loss_coef else LINEARS)
     layers = {id(layer): layer for layer in rules_for(shape).layers}.values()
     return frozenset(
         rule.mcore.split(".")[-2]
@@ -288,7 +290,7 @@ def _stage_memory(
 
 def _activations(plan: RunPlan, shape: Shape, stage: int, batch: Pass) -> tuple[int, int]:
     """Return (saved bytes of the passes in flight, temporary bytes of the backward pass)."""
-    spread, saved_inputs = spread_sizes(plan, shape), _saved_inputs(plan.train.lora, shape)
+    spread, saved_inputs = spread_sizes(plan, shape), _saved_inputs(plan.train, shape)
     is_grouped = not adapts_experts(plan.train.lora, shape)
     saved, working = 0, 0
     for chunk in plan.layout.chunks(shape.num_layers, stage):

@@ -4,8 +4,8 @@ Source: arXiv:2204.02311, appendix B. The count depends on the model only, not o
 implementation: 2 operations per weight and token in matrix products, the experts that each token is
 routed to, causal attention over the visible pairs of each sequence, and logits at trained tokens.
 An indexer counts where it decides, in sequences of more tokens than it chooses, without a backward
-pass; their attention counts the chosen pairs. It excludes recomputation in the backward pass and,
-like the source, norms, activations, rotary embeddings and softmax.
+pass; their attention counts the chosen pairs. It excludes recomputation in the backward pass, the
+loss of indexers and, like the source, norms, activations, rotary embeddings and softmax.
 """
 
 from __future__ import annotations

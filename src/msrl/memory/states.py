@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import astuple, dataclass, replace
 
 from msrl.config.sections.train import LoraConfig, TrainConfig
@@ -71,7 +71,7 @@ def _parameter_counts(
     weights = sum(map(_elements, tensors))
     adapters: list[tuple[StageTensor, int]] = []
     if train.lora.rank is None:
-        trained = _unfrozen_elements(shape, tensors, train.freeze)
+        trained = _unfrozen_elements(shape, tensors, train)
     else:
         adapters = [
             (tensor, _adapter_elements(tensor, train.lora.rank))
@@ -88,14 +88,16 @@ def _parameter_counts(
 
 
 def _unfrozen_elements(
-    shape: Shape, tensors: Iterable[StageTensor], freeze: Sequence[str]
+    shape: Shape, tensors: Iterable[StageTensor], train: TrainConfig
 ) -> list[tuple[StageTensor, int]]:
     """Return the tensors that are trained without LoRA, with their elements on a rank."""
-    frozen = select_names(shape, freeze, key="train.freeze") if freeze else frozenset[str]()
+    frozen = frozenset[str]()
+    if train.freeze:
+        frozen = select_names(shape, train.freeze, key="train.freeze")
     return [
         (tensor, _elements(tensor))
         for tensor in tensors
-        if not tensor.rule.frozen and tensor.rule.mcore not in frozen
+        if tensor.rule.mcore not in frozen and (not tensor.rule.frozen or train.indexer_loss_coef)
     ]
 
 
@@ -160,7 +162,8 @@ def critic_state(plan: RunPlan, stage: int) -> State:
 
 def _critic_state(plan: RunPlan, shape: Shape, stage: int) -> State:
     """Return the state of a critic in the layout of the plan."""
-    train = plan.train.model_copy(update={"lora": LoraConfig(), "freeze": (BIAS,)})
+    changes = {"lora": LoraConfig(), "freeze": (BIAS,), "indexer_loss_coef": 0.0}
+    train = plan.train.model_copy(update=changes)
     return State(**state_bytes(plan, shape, stage, train))
 
 

@@ -116,7 +116,7 @@ class Rule:
     `decoder.layers.{layer}.mlp.experts.local_experts.{expert}.linear_fc1.weight` and `linear_fc2`.
 
     `dtype` is set for a tensor that keeps this dtype regardless of the model's. A `frozen` tensor
-    is never trained.
+    is not trained by the loss of the model.
     """
 
     mcore: str

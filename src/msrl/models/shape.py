@@ -165,8 +165,9 @@ class Indexer:
     Each of `num_heads` heads has a query of `head_dim` channels per token, from the latent of the
     queries, and all have the same key. The score of a key is the sum over heads of relu(q k), with
     weights that the hidden state of the query gives. A query attends to the `top_k` visible keys
-    with the highest scores. The choice has no gradient, so these weights are never trained. With
-    `is_shared`, a layer has no such weights, and the keys that the last layer with them chose.
+    with the highest scores. The choice has no gradient, so only a separate loss trains these
+    weights. With `is_shared`, a layer has no such weights, and the keys that the last layer with
+    them chose.
     """
 
     num_heads: int

@@ -78,8 +78,8 @@ def state_tensors(chain: ChainedOptimizer, *, is_bf16: bool) -> Iterator[Tensor]
     for distributed in active_optimizers(chain):
         for state in distributed.optimizer.state.values():
             yield from (state[moment] for moment in MOMENTS if moment in state)
-        for group in distributed.optimizer.param_groups if is_bf16 else ():
-            yield from group["params"]
+        for masters in distributed.shard_fp32_from_float16_groups if is_bf16 else ():
+            yield from masters
 
 
 def clip_gradients(chain: ChainedOptimizer, max_norm: float) -> float:

@@ -119,13 +119,18 @@ class _Owned:
 def _owned_range(chain: ChainedOptimizer, parameter: torch.nn.Parameter) -> _Owned | None:
     """Return the range that this rank updates; None if other ranks own all of the parameter.
 
-    Reads DistributedOptimizer.model_param_group_index_map and _get_model_param_range_map of
-    megatron-core.
+    Reads DistributedOptimizer.model_param_group_index_map, model_fp32_groups, model_float16_groups
+    and _get_model_param_range_map of megatron-core.
     """
     for distributed in active_optimizers(chain):
         indices = distributed.model_param_group_index_map.get(parameter)
         if indices is not None:
             group, order = indices
+            # Megatron moves the float32 parameters of a group before its others.
+            moved = distributed.model_fp32_groups[group]
+            if moved:
+                models = [*moved, *distributed.model_float16_groups[group]]
+                order = next(i for i, model in enumerate(models) if model is parameter)
             piece = distributed._get_model_param_range_map(parameter)["param"]
             main = distributed.optimizer.param_groups[group]["params"][order]
             return _Owned(

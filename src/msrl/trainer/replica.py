@@ -30,6 +30,7 @@ from msrl.trainer.guard import GradientGuard
 from msrl.trainer.model import build as megatron
 from msrl.trainer.model import pipeline
 from msrl.trainer.model.balance import ExpertBalance, balances_experts
+from msrl.trainer.model.indexer_loss import IndexerLoss
 from msrl.trainer.model.lora import Adapters
 from msrl.trainer.model.outputs import HiddenStates
 from msrl.trainer.model.padding import token_multiple
@@ -68,6 +69,7 @@ class ModelReplica:
         self.wrapped: list[DistributedDataParallel] | None = None
         self.adapters: Adapters | None = None
         self.balance: ExpertBalance | None = None
+        self.indexer_loss: IndexerLoss | None = None
         self.replay: RoutingReplay | None = None
         if settings.optimizer is not None:
             self._prepare_training(settings.optimizer)
@@ -121,6 +123,14 @@ class ModelReplica:
 
     def _prepare_training(self, optimizer: OptimizerConfig) -> None:
         settings, position = self.settings, self.position
+        if settings.indexer_loss_coef:
+            self.indexer_loss = IndexerLoss(
+                settings.indexer_loss_coef,
+                self.shape,
+                self.model,
+                position.device,
+                is_split=sequence_multiple(position.layout, self.shape) > 1,
+            )
         megatron.freeze(self.model, self.shape, position.layout, settings.freeze)
         if settings.lora.rank is not None:
             self.adapters = Adapters(
@@ -240,11 +250,13 @@ class ModelReplica:
             micro_batches, request.lr, self.settings.optimizer.grad_clip
         )
         balance = self.balance.end(is_skipped=is_skipped) if self.balance is not None else {}
+        indexers = self.indexer_loss.end() if self.indexer_loss is not None else {}
         replay = self.replay.end() if self.replay is not None else {}
         metrics = self.mean_metrics(rows, request.divisor)
         return {
             **metrics,
             **balance,
+            **indexers,
             **replay,
             "grad_norm": grad_norm,
             "lr": request.lr,
@@ -261,6 +273,8 @@ class ModelReplica:
         self.optimizer.zero_grad()
         if self.balance is not None:
             self.balance.begin(micro_batches)
+        if self.indexer_loss is not None:
+            self.indexer_loss.begin(micro_batches)
         if self.replay is not None:
             self.replay.begin()
 
@@ -386,10 +400,14 @@ class ModelReplica:
             shares_prefixes=self._shares_prefixes,
             comparisons=comparisons,
         )
-        if self.balance is None or not is_training:
-            return batch
-        expert_groups = self.balance.expert_groups(micro_batch, batch.packed)
-        return replace(batch, packed=replace(batch.packed, expert_groups=expert_groups))
+        packed = batch.packed
+        if self.balance is not None and is_training:
+            expert_groups = self.balance.expert_groups(micro_batch, packed)
+            packed = replace(packed, expert_groups=expert_groups)
+        if self.indexer_loss is not None and is_training:
+            trained_tokens = self.indexer_loss.trained_tokens(micro_batch)
+            packed = replace(packed, trained_tokens=trained_tokens)
+        return replace(batch, packed=packed)
 
     def _with_routes(self, batch: DeviceBatch, number: int, micro_batch: MicroBatch) -> DeviceBatch:
         """Return the batch with the routes to record or to replay."""

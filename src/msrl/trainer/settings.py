@@ -72,6 +72,7 @@ class ReplicaSettings:
     start_adapters: Path | None = None  # checkpoint whose adapters these start from
     recompute: RecomputeConfig = field(default_factory=RecomputeConfig)
     router: RouterConfig = field(default_factory=RouterConfig)
+    indexer_loss_coef: float = 0.0  # 0: indexers are frozen
     offload: OffloadConfig = field(default_factory=OffloadConfig)
     # Positions whose logits exist at once; None: all positions of a micro-batch.
     logit_chunk: int | None = None

@@ -132,6 +132,23 @@ def test_load_balancing_flags_of_a_script_are_translated(
     assert load([str(tmp_path / "native.yaml")])
 
 
+@pytest.mark.parametrize(
+    ("flags", "coef"),
+    [
+        ("--enable-dsa-indexer", 1.0),
+        ("--enable-dsa-indexer --indexer-loss-coeff 0.01", 0.01),
+        ("--enable-dsa-indexer --lora-target-modules linear_proj", None),
+        ("--indexer-loss-coeff 0.01", None),
+    ],
+)
+def test_indexers_are_trained_where_the_original_trains_them(
+    flags: str, coef: float | None
+) -> None:
+    translation = translate_arguments("mindspeed-llm", f"{TUNE} {flags}".split(), approximate=True)
+    tree: Any = plain(parse(native_yaml(translation), "native.yaml"))
+    assert tree["train"].get("indexer_loss_coef") == coef
+
+
 def test_irrelevant_model_properties_are_not_checked(tmp_path: Path):
     """Scripts set max_position_embeddings to the sequence length and an unused ffn width."""
     mixture = {

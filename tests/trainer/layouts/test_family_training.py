@@ -15,6 +15,7 @@ from families import FAMILIES, Family
 from mixture_families import DEEPSEEK_V32, MIXTURES
 from msrl.config.sections.train import LoraConfig, RecomputeConfig
 from msrl.trainer.settings import Layout
+from test_mixture_exactness import _assert_same as assert_same_mixture
 from test_mixture_training import _assert_same, _train
 from training_ranks import Case, Result
 
@@ -74,6 +75,12 @@ ADAPTED = {
     "qwen3-next": ("in_proj_qkvz", "in_proj_ba", "q_proj", "o_proj", "out_proj"),
     "deepseek v3.2": ("linear_qkv", "q_b_proj", "kv_b_proj", "o_proj", "linear_fc1", "linear_fc2"),
 }
+# Layouts that train indexers by their loss. GLM-5.2 has two indexers, of two layers each.
+FAST_LOSS = (("deepseek v3.2", "tp2 ep2 etp1"), ("glm 5.2", "single rows"))
+MORE_LOSS = [
+    *(("deepseek v3.2", layout) for layout in ("pp2 ep2", "dp2", "recomputed")),
+    *(("glm 5.2", "tp2"), ("odd heads", "pp2"), ("all keys", "tp2")),
+]
 
 
 @pytest.fixture(scope="module")
@@ -100,22 +107,59 @@ def _adapted(name: str, layout: str, folders: dict[str, Path]) -> Case:
     return dataclasses.replace(row, name=f"adapters, {row.name}", more={"lora": lora})
 
 
+def _indexer_loss(name: str, layout: str, folders: dict[str, Path]) -> Case:
+    row = _row(name, layout, folders)
+    more = {**row.more, "indexer_loss_coef": 0.5}
+    return dataclasses.replace(
+        row, name=f"loss, {row.name}", more=more, is_same_batch=True, steps=3, eps=1e-4
+    )
+
+
 @pytest.fixture(scope="module")
-def results(folders: dict[str, Path]) -> dict[str, Result]:
+def saves(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("saves")
+
+
+@pytest.fixture(scope="module")
+def results(folders: dict[str, Path], saves: Path) -> dict[str, Result]:
     return _train(
         [
             *[_row(name, "single", folders) for name in DENSE + EXPERTS],
             *[_row(name, layout, folders) for name, layout in FAST],
             *[_policy(x, layout, folders) for x in SPARSE for layout in ("single", *FAST_POLICY)],
             *[_adapted(x, layout, folders) for x in ADAPTED for layout in ("single", "tp2")],
+            *[_indexer_loss(x, "single", folders) for x in SPARSE],
+            *[_indexer_loss(name, layout, folders) for name, layout in FAST_LOSS],
+            *_without_indexer_loss(folders),
+            *_resumed_indexers(folders, saves),
         ]
     )
+
+
+def _without_indexer_loss(folders: dict[str, Path]) -> list[Case]:
+    """Return cases of one step with and without the loss of indexers."""
+    case = _indexer_loss("deepseek v3.2", "single", folders)
+    with_loss = dataclasses.replace(case, name="one step, loss", steps=1)
+    return [with_loss, dataclasses.replace(with_loss, name="one step", more={})]
+
+
+def _resumed_indexers(folders: dict[str, Path], saves: Path) -> list[Case]:
+    """Return cases in bfloat16, where norms of indexers are float32, saved and resumed."""
+    case = _indexer_loss("deepseek v3.2", "tp2", folders)
+    case = dataclasses.replace(case, dtype="bfloat16", steps=4, eps=1e-8, is_same_batch=False)
+    return [
+        dataclasses.replace(case, name="bf16", save_at=2, save_to=saves),
+        dataclasses.replace(case, name="bf16 resumed", first_step=2, resume_from=saves),
+    ]
 
 
 @pytest.fixture(scope="module")
 def more_results(folders: dict[str, Path]) -> dict[str, Result]:
     policies = [_policy(name, layout, folders) for name in SPARSE for layout in POLICY]
-    return _train([*[_row(name, layout, folders) for name, layout in REMAINING], *policies])
+    losses = [_indexer_loss(name, layout, folders) for name, layout in MORE_LOSS]
+    singles = [_indexer_loss(name, "single", folders) for name in VARIANTS]
+    rows = [_row(name, layout, folders) for name, layout in REMAINING]
+    return _train([*rows, *policies, *singles, *losses])
 
 
 @pytest.mark.parametrize(("name", "layout"), FAST)
@@ -178,3 +222,51 @@ def test_adapters_change_latent_attention_around_an_unchanged_indexer(
     same = _unchanged(results["adapters, deepseek v3.2, single"], folders["deepseek v3.2"])
     adapted = ("a_proj.", "mqa.", "b_proj.", "o_proj.", "gate_proj.", "up_proj.", "down_proj.")
     assert not [key for key in same if any(part in key for part in adapted)]
+
+
+@pytest.mark.parametrize(("name", "layout"), FAST_LOSS)
+def test_the_loss_of_indexers_does_not_depend_on_the_layout(
+    results: dict[str, Result], name: str, layout: str
+) -> None:
+    _assert_same_loss(results[f"loss, {name}, {layout}"], results[f"loss, {name}, single"])
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("name", "layout"), MORE_LOSS)
+def test_the_loss_of_indexers_does_not_depend_on_more_layouts(
+    results: dict[str, Result], more_results: dict[str, Result], name: str, layout: str
+) -> None:
+    both = results | more_results
+    _assert_same_loss(both[f"loss, {name}, {layout}"], both[f"loss, {name}, single"])
+
+
+def _assert_same_loss(actual: Result, single: Result) -> None:
+    assert_same_mixture(actual, single)
+    losses = [report["indexer_loss"] for report in single.reports]
+    assert losses[0] > losses[-1] > 0
+    indexers = [key for key in single.gradients if ".indexer." in key]
+    assert len(indexers) in (10, 20)
+    assert all(np.linalg.norm(single.gradients[key]) > 0 for key in indexers)
+
+
+def test_the_loss_of_indexers_changes_no_other_gradient(results: dict[str, Result]) -> None:
+    """Gradients are clipped to one norm, so those of other weights are in proportion."""
+    with_loss, without = results["one step, loss"], results["one step"]
+    assert with_loss.reports[0]["loss"] == without.reports[0]["loss"]
+    assert "indexer_loss" not in without.reports[0]
+    norms = [result.reports[0]["grad_norm"] for result in (with_loss, without)]
+    factors = [max(norm, 1.0) for norm in norms]
+    for key, gradient in without.gradients.items():
+        if ".indexer." not in key and "e_score" not in key:
+            other = with_loss.gradients[key] * factors[0]
+            np.testing.assert_allclose(other, gradient * factors[1], rtol=1e-4, atol=1e-7)
+    assert norms[0] > norms[1]
+
+
+def test_trained_indexers_resume_bit_for_bit_in_bfloat16(results: dict[str, Result]) -> None:
+    complete, resumed = results["bf16"], results["bf16 resumed"]
+    for name in ("loss", "indexer_loss", "grad_norm"):
+        values = [[report[name] for report in result.reports] for result in (resumed, complete)]
+        assert values[0] == values[1][2:], name
+    for key, value in complete.weights.items():
+        np.testing.assert_array_equal(resumed.weights[key], value, err_msg=key)

@@ -1,13 +1,18 @@
-"""Keys that an indexer chooses, and attention to them, against complete matrices of scores."""
+"""Keys that an indexer chooses, attention to them, and the loss of the indexer.
+
+They are compared with complete matrices of scores, and with megatron-core's loss of an indexer.
+"""
 
 from __future__ import annotations
+
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import Tensor
 
 from msrl.models.shape import Indexer, Rotary
-from msrl.trainer.model import attention
+from msrl.trainer.model import attention, indexer_loss
 from msrl.trainer.model.mixers import sparse_attention
 
 # Shorter and longer than the number of chosen keys, and equal to it.
@@ -106,3 +111,58 @@ def test_equal_scores_are_chosen_as_in_a_complete_row() -> None:
     later = torch.ones(COUNT, COUNT).triu(1).bool()
     scores = torch.zeros(COUNT, COUNT).masked_fill(later, -torch.inf)
     assert torch.equal(choice.long(), scores.topk(TOP_K).indices)
+
+
+def megatron_loss(leaves: list[Tensor], query: Tensor, key: Tensor) -> Tensor:
+    """Return the loss of an indexer by megatron-core, summed over the tokens of all sequences."""
+    from megatron.core.transformer.experimental_attention_variant.dsa import (
+        compute_dsa_indexer_loss,
+    )
+
+    one_rank = SimpleNamespace(tp=SimpleNamespace(size=lambda: 1))
+    total = torch.zeros(())
+    for rows in torch.arange(COUNT).split(LENGTHS):
+        products = torch.einsum("nhd,td->nht", leaves[0][rows], leaves[2][rows])
+        scores = (products.relu() * leaves[1][rows][..., None]).sum(1)
+        length = len(rows)
+        scores = scores.masked_fill(torch.ones(length, length).triu(1).bool(), -torch.inf)
+        best = scores.topk(min(TOP_K, length)).indices
+        heads = (x[rows].unsqueeze(1) for x in (query, key))
+        total = total + length * compute_dsa_indexer_loss(
+            scores[None].clone(), best[None], *heads, 0.3, 1.0, True, one_rank
+        )
+    return total
+
+
+@pytest.mark.parametrize("elements", [1, 200, 1 << 26])
+@pytest.mark.parametrize("num_parts", [1, 2])
+def test_the_loss_of_an_indexer_agrees_with_megatrons(
+    monkeypatch: pytest.MonkeyPatch, elements: int, num_parts: int
+) -> None:
+    """Tokens may be those of one of several tensor-parallel ranks. Scores are small, since Megatron
+    adds 1e-10 to probabilities.
+    """
+    monkeypatch.setattr(indexer_loss, "_ELEMENTS", elements)
+    leaves = [
+        (x * factor).requires_grad_() for x, factor in zip(inputs(), (1, 0.1, 1), strict=True)
+    ]
+    torch.manual_seed(1)
+    query, key = torch.randn(COUNT, 3, 8), torch.randn(COUNT, 3, 8)
+    with torch.no_grad():
+        choice = sparse_attention.choose_keys(*leaves, LENGTHS, (0, 1, 0), INDEXER)
+        chosen = indexer_loss.Chosen(LENGTHS, choice, TOP_K)
+        target = indexer_loss.attention_to_chosen(query, key, 0.3, chosen)
+    assert torch.allclose(target.sum(-1), torch.full((COUNT,), 3.0))
+    target, size = target / 3, COUNT // num_parts
+    losses: list[Tensor] = []
+    for start in range(0, COUNT, size):
+        own = slice(start, start + size)
+        products = sparse_attention.IndexerProducts(
+            leaves[0][own], leaves[1][own], leaves[2], (0, 1, start)
+        )
+        losses.append(indexer_loss.divergences(products, target[own], chosen))
+    actual, expected = torch.cat(losses).sum(), megatron_loss(leaves, query, key)
+    torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
+    gradients = [torch.autograd.grad(x, leaves) for x in (actual, expected)]
+    for ours, theirs in zip(*gradients, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)

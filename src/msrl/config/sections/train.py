@@ -302,6 +302,11 @@ class TrainConfig(Section):
         default=RouterConfig(),
         description="Load balancing and routing replay of mixture-of-experts layers.",
     )
+    indexer_loss_coef: NonNegative = Field(
+        default=0.0,
+        description="Coefficient of the loss that trains the indexers of sparse attention: the "
+        "divergence of their scores from the attention to the chosen keys. 0 freezes them.",
+    )
     lora: LoraConfig = Field(
         default=LoraConfig(), description="LoRA adapters, which are trained instead of the model."
     )

@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 
 from msrl.config.sources import wrap
-from msrl.importers.megatron import MegatronKeys
+from msrl.importers.megatron import MegatronKeys, has_adapters
 from msrl.importers.mindspeed_llm.data import put_rows, put_text
 from msrl.importers.mindspeed_llm.preference import STAGES, put_preference
 from msrl.importers.routers import put_router
@@ -33,6 +33,7 @@ def put_training(translation: Translation, keys: Keys) -> None:
     _split(translation, keys, is_text=is_text)
     MegatronKeys(translation, keys).apply_supervised()
     put_router(keys)
+    _indexers(keys)
     _evaluation(translation, keys)
     _memory(translation, keys)
     _trackers(translation, keys)
@@ -58,6 +59,14 @@ def _aggregation(translation: Translation, keys: Keys) -> None:
     translation.set("algo.aggregate.samples_per_group", wrap(size, origin))
     text = "algo.aggregate: the mean over micro-batches"
     return keys.record("calculate_per_token_loss", KeyStatus.APPLIED, text)
+
+
+def _indexers(keys: Keys) -> None:
+    """Translate the loss of indexers, which the original trains unless it trains adapters."""
+    key = "indexer_loss_coeff"
+    if keys.value("enable_dsa_indexer") is not True or has_adapters(keys):
+        return keys.record(key, KeyStatus.DEAD, "read with enable_dsa_indexer, without adapters")
+    return keys.put(key, "train.indexer_loss_coef")
 
 
 def _remarks(translation: Translation, keys: Keys, *, is_text: bool) -> None:

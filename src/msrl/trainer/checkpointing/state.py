@@ -105,6 +105,7 @@ def begin(
         "cut": layout.as_json(),
         "updates": updates[0],
         "freeze": frozen,
+        "trains_indexers": bool(policy.settings.indexer_loss_coef),
         "extra": dict(extra),
     }
     if rank.critic is not None:
@@ -198,6 +199,13 @@ def _check_resumable(rank: TrainingRank, saved: SavedTraining, state: Mapping[st
         raise MsrlError(
             f"train.freeze={list(freeze)}: {saved.training_dir} was trained with {before}. Set the "
             "same value, or start a new training from its weights with checkpoint.load."
+        )
+    coef = rank.main.settings.indexer_loss_coef
+    if bool(state.get("trains_indexers")) != bool(coef):
+        did = "with a coefficient above 0" if coef == 0 else "with 0"
+        raise MsrlError(
+            f"train.indexer_loss_coef={coef}: {saved.training_dir} was trained {did}. Set the same "
+            "value, or start a new training from its weights with checkpoint.load."
         )
     if (rank.critic is None) != ("critic" not in state):
         saved_critic, own_critic = (

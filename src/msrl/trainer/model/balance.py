@@ -44,6 +44,17 @@ def balances_experts(settings: RouterConfig, moe: Moe) -> bool:
     return bool(aux_loss_coef(settings, moe) or settings.z_loss_coef or settings.bias_update_rate)
 
 
+def count_tokens(micro_batches: Sequence[MicroBatch], device: torch.device) -> float:
+    """Return the number of tokens of all data-parallel ranks, without padding.
+
+    All ranks must call it.
+    """
+    own = sum(len(batch.token_ids) - batch.num_padding for batch in micro_batches)
+    total = torch.tensor(float(own), device=device)
+    dist.all_reduce(total, group=parallel_state.get_data_parallel_group())
+    return total.item()
+
+
 class ExpertBalance:
     """Balance of the experts of one model on this rank.
 
@@ -72,10 +83,7 @@ class ExpertBalance:
 
     def begin(self, micro_batches: Sequence[MicroBatch]) -> None:
         """Begin a step over this data-parallel rank's micro-batches. All ranks must call it."""
-        own = sum(len(batch.token_ids) - batch.num_padding for batch in micro_batches)
-        total = torch.tensor(float(own), device=self.device)
-        dist.all_reduce(total, group=parallel_state.get_data_parallel_group())
-        self._num_tokens = total.item()
+        self._num_tokens = count_tokens(micro_batches, self.device)
         self._sums.zero_()
         self._load.zero_()
 

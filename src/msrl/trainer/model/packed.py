@@ -61,6 +61,9 @@ class PackedSequences:
     shared: SharedRows | None = None
     # [n, G] bool, members of each group; None outside training passes (see `balance.py`).
     expert_groups: Tensor | None = None
+    # [n] bool, tokens that train the indexers; None outside training passes, and if these are
+    # frozen (see `indexer_loss.py`)
+    trained_tokens: Tensor | None = None
     # Record or replay of experts; None lets the routers choose (see `routes.py`).
     routes: TokenRoutes | None = None
     # Chosen keys of the tokens by the number of the layer whose indexer chose them, for layers

@@ -95,6 +95,7 @@ def reward_model_rank_settings(plan: RunPlan, platform: str) -> RankSettings:
         settings,
         freeze=freeze,
         router=train.router,
+        indexer_loss_coef=train.indexer_loss_coef,
         lora=train.lora,
         start_adapters=plan.start_adapters,
     )
@@ -191,6 +192,7 @@ def _policy_settings(plan: RunPlan) -> ReplicaSettings:
         start_adapters=plan.start_adapters,
         recompute=train.recompute,
         router=train.router,
+        indexer_loss_coef=train.indexer_loss_coef,
         offload=train.offload,
         logit_chunk=train.chunk,
         max_skipped=train.max_skipped,

@@ -97,6 +97,7 @@ class LatentAttention(MegatronModule):
         mixed = packed_attention(
             query, key, value.squeeze(1), packed, mla.scale, choice=choice
         )  # [N, h, v]
+        mixed = self._train_indexer(mixed, query, key, choice, (hidden, query_latent), packed)
         return self.linear_proj(mixed.flatten(1).unsqueeze(1))
 
     def _choose(
@@ -107,6 +108,18 @@ class LatentAttention(MegatronModule):
     ) -> Tensor | None:
         """Return the keys that each query attends to, as `packed_attention` takes them."""
         return None
+
+    def _train_indexer(
+        self,
+        mixed: Tensor,  # [N, h, v]
+        query: Tensor,  # [N, h, p + r]
+        key: Tensor,  # [N, h, p + r]
+        choice: Tensor | None,
+        inputs: tuple[Tensor, Tensor],  # as of `_choose`
+        packed: PackedSequences,
+    ) -> Tensor:
+        """Return the same output; its backward pass also goes through the loss of an indexer."""
+        return mixed
 
     def _queries(self, query: Tensor) -> Tensor:
         """Project the normed latent [n, 1, q], or all heads [n, 1, h (p + r)], to [N, 1, h, p + r].

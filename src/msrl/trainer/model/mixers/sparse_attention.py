@@ -1,8 +1,9 @@
 """Latent attention to keys that an indexer chooses (DeepSeek V3.2, arXiv:2512.02556).
 
 A query in a sequence of at most K tokens attends to all visible keys, so the indexer is computed
-for longer sequences only. Its choice is exact and has no gradient. Tensor- and context-parallel
-ranks choose the keys of their own tokens, among the keys of all tokens.
+for longer sequences only. Its choice is exact and has no gradient. An indexer is frozen unless a
+separate loss trains it (`trainer/model/indexer_loss.py`). Tensor- and context-parallel ranks choose
+the keys of their own tokens, among the keys of all tokens.
 
 Letters: N tokens of the complete sequences of a micro-batch (n tokens on this rank), c channels, q
 channels of the latent of the queries, j heads of the indexer with i channels, r of which are
@@ -14,6 +15,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -34,8 +36,34 @@ _ELEMENTS = 1 << 26  # of the scores of all heads at the same time
 _NORM_EPS = 1e-6
 
 
+class IndexerProducts(NamedTuple):
+    """What the scores of an indexer are computed from, on one rank."""
+
+    query: Tensor  # [n, j, i]
+    weights: Tensor  # [n, j]
+    keys: Tensor  # [N, i]
+    own: tuple[int, int, int]  # context-parallel rank and size, first token (`_own_tokens`)
+
+
+class AddLoss(Protocol):
+    """Function that adds the loss of an indexer to the backward pass of the attention's output."""
+
+    def __call__(
+        self,
+        mixed: Tensor,  # [N, h, v]
+        query: Tensor,  # [N, h, d]
+        key: Tensor,  # [N, h, d]
+        choice: Tensor | None,  # [N, K]
+        products: IndexerProducts,
+        packed: PackedSequences,
+    ) -> Tensor: ...
+
+
 class SparseAttention(LatentAttention):
-    """Latent attention with an indexer, or with the choice of the layer `chooser` before it."""
+    """Latent attention with an indexer, or with the choice of the layer `chooser` before it.
+
+    `add_loss` is set where the indexer is trained.
+    """
 
     def __init__(
         self, config: TransformerConfig, layer_number: int, *, mla: Mla, chooser: int, **_: object
@@ -43,6 +71,7 @@ class SparseAttention(LatentAttention):
         super().__init__(config, layer_number, mla=mla)
         assert mla.indexer is not None
         self.indexer, self.chooser = mla.indexer, chooser
+        self.add_loss: AddLoss | None = None
         if mla.has_indexer_weights:
             self.dsa_indexer = DsaIndexer(config, mla)
 
@@ -61,9 +90,24 @@ class SparseAttention(LatentAttention):
             packed.choices[self.chooser] = self.dsa_indexer(hidden, query_latent, packed)
         return packed.choices[self.chooser]
 
+    def _train_indexer(
+        self,
+        mixed: Tensor,  # [N, h, v]
+        query: Tensor,  # [N, h, p + r]
+        key: Tensor,  # [N, h, p + r]
+        choice: Tensor | None,
+        inputs: tuple[Tensor, Tensor],  # as of `_choose`
+        packed: PackedSequences,
+    ) -> Tensor:
+        if self.add_loss is None or packed.trained_tokens is None or not torch.is_grad_enabled():
+            return mixed
+        hidden, query_latent = (x.detach() for x in inputs)
+        products = self.dsa_indexer.products(hidden, query_latent, packed)
+        return self.add_loss(mixed, query.detach(), key.detach(), choice, products, packed)
+
 
 class _Frozen(torch.nn.Module):
-    """Parameters of a module that are never trained."""
+    """Parameters of a module that are not trained, unless `IndexerLoss` unfreezes them."""
 
     def __init__(self, dtype: torch.dtype, weight: Sequence[int], bias: Sequence[int] = ()) -> None:
         super().__init__()
@@ -99,6 +143,17 @@ class DsaIndexer(torch.nn.Module):
 
         Rows of sequences of at most K tokens have no meaning.
         """
+        query, weights, keys, own = self.products(hidden, query_latent, packed)
+        choice = choose_keys(query, weights, keys, packed.lengths, own, self.indexer)
+        return self._gather(choice, packed)
+
+    def products(
+        self,
+        hidden: Tensor,  # [n, 1, c]
+        query_latent: Tensor,  # [n, 1, q]
+        packed: PackedSequences,
+    ) -> IndexerProducts:
+        """Return the rotated queries and keys, and the weights of the heads."""
         own = self._own_tokens(packed, len(hidden))
         size = self.indexer.num_heads, self.indexer.head_dim
         query = F.linear(query_latent, self.wq_b.weight).unflatten(-1, size)  # [n, 1, j, i]
@@ -114,8 +169,7 @@ class DsaIndexer(torch.nn.Module):
         weights = F.linear(hidden.float(), self.weights_proj.weight.float()).squeeze(1)
         weights = weights * (size[0] * size[1]) ** -0.5  # [n, j]
         keys = self._gather(key.squeeze(1), packed)  # [N, i]
-        choice = choose_keys(query, weights, keys, packed.lengths, own, self.indexer)
-        return self._gather(choice, packed)
+        return IndexerProducts(query, weights, keys, own)
 
     def _own_tokens(self, packed: PackedSequences, count: int) -> tuple[int, int, int]:
         """Return which of all tokens this rank has: context-parallel rank and size, first token.
@@ -189,14 +243,23 @@ def choose_keys(
         for block in _blocks(part, indexer.num_heads):
             rows = part.rows[block]
             seen = max(part.places[block]) + 1
-            scores = query[rows].float() @ own_keys[:seen].T  # [block, j, seen]
-            total = (weights[rows].unsqueeze(1) @ scores.relu_()).squeeze(1)
+            total = index_scores(query[rows], weights[rows], own_keys[:seen])
             later = torch.arange(seen, device=query.device) > part.positions[block][:, None]
             total.masked_fill_(later, -torch.inf)
             # Equal scores are chosen as in a complete row.
             row = F.pad(total, (0, part.length - seen), value=-torch.inf)
             choice[rows] = row.topk(indexer.top_k).indices.to(torch.int32)
     return choice
+
+
+def index_scores(
+    query: Tensor,  # [m, j, i]
+    weights: Tensor,  # [m, j]
+    keys: Tensor,  # [L, i]
+) -> Tensor:  # [m, L] float32
+    """Return the score of every key for each query."""
+    products = query.float() @ keys.float().T  # [m, j, L]
+    return (weights.unsqueeze(1) @ products.relu_()).squeeze(1)
 
 
 def _blocks(part: _Part, num_heads: int) -> Iterator[slice]:
