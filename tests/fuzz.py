@@ -67,7 +67,7 @@ from msrl.data.templates.files import _read as read_template
 from msrl.data.templates.files import load_template
 from msrl.data.tokenizer import load_tokenizer, open_tokenizer
 from msrl.errors import MsrlError
-from msrl.importers import command
+from msrl.importers import limits as importer_limits
 from msrl.importers.command import translate_arguments
 from msrl.limits import run_within
 from msrl.models.families import all_rules, shape_from_config
@@ -643,7 +643,7 @@ FOREIGN_YAML = {
 def _prepare(root: Path) -> None:
     """Create the valid files that targets change."""
     chat_rendering.LIMITS = chat_rendering.RenderingLimits(1.0, 1_000_000, 256 << 20)
-    command._TIME_LIMIT_S = 2.0
+    importer_limits.TIME_LIMIT_S = 2.0
     global DIST_METADATA, DIST_FILES, HF_FILES, JSON_TEXTS, HF_SHAPE, RANK_FILE, INDEX
     global GGUF, SAFETENSORS, TEMPLATE, RENDERER, TOKENIZER_FILES
     tiny.save(root / "hf", shards=2)

@@ -220,8 +220,17 @@ _PROGRAM = "python pretrain_gpt.py --num-layers 2\n"
         (f"x={'a' * 60}\nif [[ $x =~ ^(a+)+b$ ]]; then y=1; fi\n{_PROGRAM}", "longer"),
         ("x=1\n" * 300_000 + _PROGRAM, "longer"),
         ("x=" + "a" * 5_000_000 + "\n" + _PROGRAM, "MiB"),
+        ("x=aaaaaaaa\n" + "x=$x$x\n" * 16 + "y=${x//a/$x}\n" + _PROGRAM, "memory"),
+        (
+            "a0=1\n"
+            + "".join(f"a{n}='a{n - 1}+a{n - 1}'\n" for n in range(1, 40))
+            + "echo $((a39))\n"
+            + _PROGRAM,
+            "longer",
+        ),
+        ("python pretrain_gpt.py" + "".join(f" --x{n} 1" for n in range(20_000)), "longer"),
     ],
-    ids=["expression", "lines", "line"],
+    ids=["expression", "lines", "line", "replacement", "calculation", "flags"],
 )
 def test_a_hostile_script_is_one_message(
     text: str,
@@ -230,12 +239,31 @@ def test_a_hostile_script_is_one_message(
     monkeypatch: pytest.MonkeyPatch,
     capfd: pytest.CaptureFixture[str],
 ):
-    monkeypatch.setattr("msrl.importers.command._TIME_LIMIT_S", 0.5)
+    monkeypatch.setattr("msrl.importers.limits.TIME_LIMIT_S", 0.5)
     script = tmp_path / "run.sh"
     script.write_text(text)
     assert msrl("config", "import", "--from", "mindspeed-llm", str(script)) == 2
     error = capfd.readouterr().err
     assert "run.sh" in error and keyword in error and "Traceback" not in error
+
+
+@pytest.mark.parametrize("command", ["config validate -c", "config import --from roll"])
+def test_files_that_include_others_many_times_are_one_message(
+    command: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+):
+    """Each of 20 files includes the next one 20 times."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("msrl.importers.limits.TIME_LIMIT_S", 1.0)
+    for number in range(20):
+        names = ", ".join([f"f{number + 1}"] * 20)
+        Path(f"f{number}.yaml").write_text(f"defaults: [{names}]\nx{number}: 1\n")
+    Path("f20.yaml").write_text("x: 1\n")
+    assert msrl(*command.split(), "f0.yaml") == 2
+    error = capfd.readouterr().err
+    assert "f0.yaml" in error and "Traceback" not in error
 
 
 @pytest.mark.parametrize(

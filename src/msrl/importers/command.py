@@ -11,6 +11,7 @@ from msrl.config.sources import Node, Origin, printable_value, read
 from msrl.errors import ManyErrors, MsrlError
 from msrl.files import read_user_text
 from msrl.importers.lightrft import command_line as lightrft
+from msrl.importers.limits import within_limits
 from msrl.importers.mindspeed import scripts as mindspeed_scripts
 from msrl.importers.mindspeed_rl import files as mindspeed_rl
 from msrl.importers.mindspeed_rl import ray_gpt as mindspeed_ray
@@ -22,7 +23,7 @@ from msrl.importers.shell import Word, parse_script
 from msrl.importers.systems import detect_system, refuse_other, similar_marks
 from msrl.importers.translation import Translation
 from msrl.importers.verl import files as verl
-from msrl.limits import TimeLimitError, one_line, run_within
+from msrl.limits import one_line
 
 _YAML = {
     "mindspeed-rl": mindspeed_rl,
@@ -38,7 +39,6 @@ SHELL_SYSTEMS = {
     "verl": verl,
 }
 _SHELLS = ("bash", "sh")
-_TIME_LIMIT_S = 30.0
 
 
 def translate_arguments(
@@ -56,13 +56,16 @@ def translate_arguments(
         raise MsrlError(
             f"config import --from {system}: no input. Name a file, or add flags after --."
         )
+
+    def read_input() -> Translation:
+        translation = _translate_command(system, arguments)
+        translation.complete(approximate=approximate)
+        return translation
+
     try:
-        translation = run_within(_TIME_LIMIT_S, lambda: _translate_command(system, arguments))
-    except TimeLimitError as error:
-        raise MsrlError(f"{arguments[0]}: {error} to read. Import a shorter file.") from None
+        translation = within_limits(arguments[0], read_input)
     except MsrlError as error:
         raise ManyErrors([mask_secrets(line) for line in str(error).split("\n")]) from None
-    translation.complete(approximate=approximate)
     errors = [*translation.errors, *([] if approximate else translation.differences)]
     if errors:
         raise ManyErrors([mask_secrets(line) for line in errors])

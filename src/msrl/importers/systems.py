@@ -9,6 +9,7 @@ from typing import Any, cast
 
 from msrl.config.sources import Node, find, plain, read
 from msrl.errors import MsrlError, did_you_mean
+from msrl.importers.limits import within_limits
 from msrl.importers.mindspeed_rl import files as mindspeed_rl
 from msrl.importers.mindspeed_rl import ray_gpt as mindspeed_ray
 from msrl.importers.others import other_system
@@ -32,7 +33,7 @@ _MARKS = {
 }
 # Systems whose files are imported first, with their names.
 _IMPORTED_FIRST = {"roll": "ROLL", "verl": "verl"}
-_MAX_DEPTH = 8  # of files that name other files in `defaults`
+_MAX_FILES = 100  # that a file names in `defaults`, directly or by other files
 # Section of the table mindspeed_rl for each section of its files.
 _SECTIONS = {
     "megatron_training": "megatron",
@@ -43,21 +44,29 @@ _SECTIONS = {
 }
 
 
-def detect_system(tree: Node, file: Path | None = None, depth: int = 0) -> str | None:
+def detect_system(tree: Node, file: Path | None = None) -> str | None:
     """Return the system that the top-level keys of a file belong to; None for native files.
 
     A file whose keys belong to no system has the system of the files in its `defaults`.
     """
+    return _detect(tree, file, set())
+
+
+def _detect(tree: Node, file: Path | None, seen: set[Path]) -> str | None:
+    """Return the system of a file. `seen` are the files that were read, each of them once."""
     entries = tree.value if isinstance(tree.value, dict) else {}
     keys = {canonical(key) for key in entries}
     system = next((name for name, marks in _MARKS.items() if keys & set(marks)), None)
     if system in (None, "verl") and mindspeed_ray.is_ray_file(tree):
         system = "mindspeed-llm"
-    if system is not None or file is None or depth >= _MAX_DEPTH:
+    if system is not None or file is None:
         return system
     for path in _included_files(entries.get("defaults"), file):
+        if path.resolve() in seen or len(seen) >= _MAX_FILES:
+            continue
+        seen.add(path.resolve())
         with contextlib.suppress(MsrlError):
-            system = system or detect_system(read(path, is_old=True), path, depth + 1)
+            system = system or _detect(read(path, is_old=True), path, seen)
     return system
 
 
@@ -78,6 +87,10 @@ def foreign(path: str, *, approximate: bool = False) -> Translation | None:
         MsrlError: if the file belongs to a system whose files must be imported first.
     """
     file = find(path)
+    return within_limits(str(file), lambda: _foreign(file, approximate=approximate))
+
+
+def _foreign(file: Path, *, approximate: bool) -> Translation | None:
     tree = read(file, is_old=True)
     system = detect_system(tree, file)
     if system in _IMPORTED_FIRST:
