@@ -25,7 +25,7 @@ _CPU_TIMER = (signal.ITIMER_VIRTUAL, signal.SIGVTALRM)
 _DIGITS = re.compile("[0-9]{1,18}")
 _OPEN_FILES = 65_536
 _MAX_LINES = 400  # of an error message
-_MAX_LINE = 4000  # characters
+_MAX_LINE = 2000  # characters
 # All control characters but tab and line feed, C1 included, and direction overrides.
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
 

@@ -103,6 +103,35 @@ def test_a_mistake_is_one_line_and_exit_code_2(
     assert len(message_text.splitlines()) == 1
 
 
+LONG = "x" * 5000
+SETS = ("model.path", "model.tokenizer", "data.train", "checkpoint.load", "run.dir", "run.name")
+NAMED = (
+    *(f"train-sft -c sft.yaml --set {key}={LONG}" for key in SETS),
+    f"train-sft -c {LONG}", f"train-sft --config-name {LONG}",
+    f"train-sft -c sft.yaml --resume {LONG}", f"train-grpo -c grpo.yaml --set data.eval={LONG}",
+    f"config show -c {LONG}", f"config validate -c {LONG}", f"config import --from roll {LONG}",
+    f"report {LONG}", f"view {LONG}", f"view model --output {LONG}", f"doctor -c {LONG}",
+    f"convert-ckpt inspect {LONG}", f"convert-ckpt hf2mcore --load {LONG} --save out",
+    f"preprocess {LONG}", f"generate --model {LONG} --prompt x", f"chat --model {LONG}",
+    f"serve {LONG}", f"eval {LONG} --data data", f"diagnose mismatch {LONG}",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("line", NAMED, ids=lambda line: line.replace(LONG, "LONG"))
+def test_a_name_that_is_too_long_for_a_file_is_one_message(
+    folder: Path, capsys: pytest.CaptureFixture[str], line: str
+):
+    assert len(refused(capsys, *line.split())) < 3000
+
+
+@pytest.mark.parametrize("text", ['model: {path: "a\\0b"}', 'data: {blend: {"a\\0b": 1}}'])
+def test_a_null_character_in_a_configuration_is_named(
+    folder: Path, capsys: pytest.CaptureFixture[str], text: str
+):
+    Path("sft.yaml").write_text(text)
+    assert_mentions(refused(capsys, *SFT), "sft.yaml:1", "null character")
+
+
 def test_damaged_prompts_are_reported(folder: Path, capsys: pytest.CaptureFixture[str]):
     make_tokenizer().save_pretrained(folder / "model")
     assert_mentions(refused(capsys, *RL), "data_packed_input_ids_document.idx", "0 bytes", "index")

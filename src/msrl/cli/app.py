@@ -64,6 +64,18 @@ ORDER = (
 )
 
 
+# Errors of a path that a user named: too long, not permitted, a loop of links, or no folder.
+_PATH_ERRORS = (
+    errno.ENAMETOOLONG,
+    errno.EACCES,
+    errno.EPERM,
+    errno.ELOOP,
+    errno.ENOTDIR,
+    errno.EISDIR,
+    errno.EROFS,
+)
+
+
 class _Root(Group):
     """Group of all commands. Ctrl-C exits with code 130 under every version of click."""
 
@@ -177,6 +189,9 @@ def main() -> None:
             place = f"{error.filename}: " if error.filename else ""
             line = f"{place}{error.strerror}. Free disk space, and repeat the command."
             typer.echo(printable(f"{line} A training continues with --resume auto."), err=True)
+        elif error.errno in _PATH_ERRORS and isinstance(error.filename, str):
+            line = f"{error.filename}: {error.strerror}. Name a path that you can use."
+            typer.echo(printable(shortened(line)), err=True)
         else:
             raise
         sys.exit(2)

@@ -114,7 +114,8 @@ def parse(text: str, name: str, *, located: bool = True, is_old: bool = False) -
     With `is_old`, scalars have their meaning in YAML 1.1, and merge keys are followed.
 
     Raises:
-        ManyErrors: the document has duplicate or non-text keys, tags or merge keys.
+        ManyErrors: the document has duplicate or non-text keys, tags, merge keys, or null
+            characters.
         MsrlError: the text is not valid YAML, is nested too deeply, or is too large with its
             aliases expanded.
     """
@@ -222,6 +223,8 @@ class _Builder:
                 return Node(
                     tuple(self.node(item, item.start_mark.line) for item in node.value), origin
                 )
+            if "\0" in node.value:
+                self.errors.append(f"{origin}: a value has a null character; remove it")
             is_plain = isinstance(node, yaml.ScalarNode) and node.style is None
             return Node(self.scalar(node.value) if is_plain else node.value, origin, node.value)
         finally:
@@ -245,6 +248,8 @@ class _Builder:
             origin = Origin(self.name, line + 1 if self.lines else None)
             if not isinstance(key, yaml.ScalarNode):
                 self.errors.append(f"{origin}: a key must be text")
+            elif "\0" in key.value:
+                self.errors.append(f"{origin}: a key has a null character; remove it")
             elif key.value == "<<" and key.style is None and self.is_old:
                 merged = dict(self._merged(value, origin))
                 yield from ((name, item) for name, item in merged.items() if name not in own)
