@@ -219,8 +219,8 @@ def _parts(
         rows = np.flatnonzero((tokens >= start) & (tokens < start + length))
         if length > top_k and len(rows):
             positions = tokens[rows] - start
-            on_device = (torch.from_numpy(x).to(device) for x in (rows, positions))
-            parts.append(_Part(*on_device, tuple(positions.tolist()), start, length))
+            own_rows, at = (torch.from_numpy(x).to(device) for x in (rows, positions))
+            parts.append(_Part(own_rows, at, tuple(positions.tolist()), start, length))
         start += length
     return tuple(parts)
 
