@@ -152,6 +152,7 @@ class SamplingParams:
 
     Temperature 0 decodes greedily, and top_k -1 disables top-k. `seed` None uses the seed of the
     engine. With `with_routes`, completions have the routes of the engine, which must record them.
+    Without `with_logprobs`, they have no log-probabilities, which saves a softmax of all logits.
     """
 
     max_tokens: int
@@ -165,6 +166,7 @@ class SamplingParams:
     seed: int | None = None
     ignore_eos: bool = False
     with_routes: bool = False
+    with_logprobs: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -282,7 +284,7 @@ class Completion:
     """
 
     token_ids: Ints  # [R]
-    logprobs: Floats  # [R]
+    logprobs: Floats  # [R], or [0] without log-probabilities
     finish_reason: FinishReason
     policy_version: int
     text: str

@@ -382,7 +382,7 @@ class VllmEngine:
             seed=seed,
             ignore_eos=sampling.ignore_eos,
             # The log-probability of the sampled token only.
-            logprobs=0,
+            logprobs=0 if sampling.with_logprobs else None,
             flat_logprobs=True,
             detokenize=bool(texts),
             **routes,
@@ -410,7 +410,12 @@ def _as_input(token_ids: Ints) -> dict[str, list[int]]:
 
 
 def _logprobs(token_ids: Ints, flat: Any) -> Floats:
-    """Return the log-probability of each token from vLLM's `FlatLogprobs` of these tokens."""
+    """Return the log-probability of each token from vLLM's `FlatLogprobs` of these tokens.
+
+    They are empty if `flat` is None.
+    """
+    if flat is None:
+        return np.zeros(0, np.float32)
     assert flat.token_ids == token_ids.tolist(), "vLLM returned log-probabilities of other tokens"
     return np.asarray(flat.logprobs, dtype=np.float32)
 

@@ -11,7 +11,7 @@ import contextlib
 import json
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -101,7 +101,10 @@ def run(config: Config) -> None:
     """
     section, setup = config.generate, prepare(config)
     stop_token_ids = () if section.raw else setup.renderer.stop_token_ids
-    sampling = sampling_params(config, section, stop_token_ids, section.num_samples)
+    sampling = replace(
+        sampling_params(config, section, stop_token_ids, section.num_samples),
+        with_logprobs=setup.episodes is not None,  # episodes record them
+    )
     with (
         running_pool(setup.episodes) as pool,
         running_engine(config, setup.source, setup.engine) as engine,
