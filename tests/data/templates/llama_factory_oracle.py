@@ -7,16 +7,13 @@ from __future__ import annotations
 
 import importlib
 import logging
-import os
 import sys
 import types
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-import pytest
-
-from support import ROOT
+from checkouts import checkout, import_from
 
 _DATA = Path("src", "llamafactory", "data")
 
@@ -28,14 +25,8 @@ def template_module() -> Any:
     The packages are imported without their `__init__.py`, which import trainers. Plugins for images
     and the logger, which templates of texts do not call, are stand-ins.
     """
-    default = ROOT.parent / "LLaMA-Factory"
-    root = Path(os.environ.get("MSRL_LLAMA_FACTORY", default))
-    if not (root / _DATA / "template.py").is_file():
-        pytest.skip(f"no checkout of LLaMA-Factory at {root} (set MSRL_LLAMA_FACTORY)")
-    for name in ("llamafactory", "llamafactory.data", "llamafactory.extras"):
-        package = types.ModuleType(name)
-        package.__path__ = [str(root / "src" / name.replace(".", "/"))]
-        sys.modules[name] = package
+    root = checkout("LLaMA-Factory", _DATA / "template.py")
+    import_from(root / "src", "llamafactory", "llamafactory.data", "llamafactory.extras")
     logger = types.ModuleType("llamafactory.extras.logging")
     plugins = types.ModuleType("llamafactory.data.mm_plugin")
     vars(logger)["get_logger"] = logging.getLogger

@@ -20,22 +20,15 @@ from pathlib import Path
 from typing import Any, NoReturn
 from unittest import mock
 
-import pytest
+import checkouts
+from support import python_path
 
-from support import ROOT, python_path
-
-CONVERTER = Path("mindspeed_llm", "tasks", "checkpoint", "convert_mg2hf.py")
 TIME_LIMIT_S = 300
 
 
 def checkout() -> Path:
-    """Return the checkout of MindSpeed-LLM (MSRL_MINDSPEED_LLM, or ../MindSpeed-LLM), or skip the
-    test.
-    """
-    root = Path(os.environ.get("MSRL_MINDSPEED_LLM", ROOT.parent / "MindSpeed-LLM"))
-    if not (root / CONVERTER).is_file():
-        pytest.skip(f"no checkout of MindSpeed-LLM at {root} (set MSRL_MINDSPEED_LLM)")
-    return root
+    """Return the checkout of MindSpeed-LLM, or skip the test."""
+    return checkouts.checkout("MindSpeed-LLM", "mindspeed_llm/tasks/checkpoint/convert_mg2hf.py")
 
 
 def convert(root: Path, *arguments: str) -> None:

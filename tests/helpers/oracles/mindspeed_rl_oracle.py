@@ -10,16 +10,14 @@ import ast
 import copy
 import heapq
 import math
-import os
 import types
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 
-from support import ROOT
+import checkouts
 
 _FILES = {
     "utils/torch_functional.py": ("masked_sum", "masked_mean"),
@@ -42,11 +40,7 @@ _METHODS = {
 @cache
 def checkout() -> Path:
     """Return the checkout, or skip the test."""
-    default = ROOT.parent / "MindSpeed-RL"
-    root = Path(os.environ.get("MSRL_MINDSPEED_RL", default))
-    if not (root / "mindspeed_rl").is_dir():
-        pytest.skip(f"no checkout of MindSpeed-RL at {root} (set MSRL_MINDSPEED_RL)")
-    return root
+    return checkouts.checkout("MindSpeed-RL", "mindspeed_rl/utils/utils.py")
 
 
 @cache

@@ -13,7 +13,6 @@ import copy
 import importlib
 import importlib.util
 import logging
-import os
 import sys
 import types
 from collections.abc import Callable, Sequence
@@ -27,7 +26,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from support import ROOT
+import checkouts
+from checkouts import import_from
 
 _FUNCTIONS = Path("roll", "utils", "functionals.py")
 _AGENTIC = Path("roll", "pipeline", "agentic")
@@ -52,14 +52,8 @@ _STAND_INS = (
 @cache
 def checkout() -> Path:
     """Return the checkout of ROLL, or skip the test."""
-    default = ROOT.parent / "ROLL"
-    root = Path(os.environ.get("MSRL_ROLL", default))
-    if not (root / _FUNCTIONS).is_file():
-        pytest.skip(f"no checkout of ROLL at {root} (set MSRL_ROLL)")
-    for name in _PACKAGES:
-        package = types.ModuleType(name)
-        package.__path__ = [str(root / name.replace(".", "/"))]
-        sys.modules[name] = package
+    root = checkouts.checkout("ROLL", _FUNCTIONS)
+    import_from(root, *_PACKAGES)
     for name in _STAND_INS:
         sys.modules[name] = _StandIn(name)
     vars(sys.modules["roll.utils.logging"])["get_logger"] = logging.getLogger
@@ -358,8 +352,7 @@ def _sokoban_class() -> Any:
     for name in _GYM:
         sys.modules[name] = _StandIn(name)
     [folder] = spec.submodule_search_locations
-    _package("gym_sokoban", Path(folder))
-    _package("gym_sokoban.envs", Path(folder, "envs"))
+    import_from(Path(folder).parent, "gym_sokoban", "gym_sokoban.envs")
     class_ = _environment("sokoban").SokobanEnv
     class_.get_image = lambda self, *arguments, **named: None
     module = importlib.import_module("gym_sokoban.envs.sokoban_env")
@@ -375,17 +368,10 @@ def rooms() -> Any:
 def _environment(folder: str, module: str = "env") -> Any:
     """Return a module of an environment of ROLL."""
     root = checkout()
-    for name in (*_ENVIRONMENTS, f"{_ENVIRONMENTS[1]}.{folder}"):
-        _package(name, root / name.replace(".", "/"))
+    import_from(root, *_ENVIRONMENTS, f"{_ENVIRONMENTS[1]}.{folder}")
     sys.modules["gem"] = types.ModuleType("gem")
     vars(sys.modules["gem"])["Env"] = type("Env", (), {"reset": lambda self, seed=None: None})
     return importlib.import_module(f"{_ENVIRONMENTS[1]}.{folder}.{module}")
-
-
-def _package(name: str, folder: Path) -> None:
-    package = types.ModuleType(name)
-    package.__path__ = [str(folder)]
-    sys.modules[name] = package
 
 
 class _Settings(dict[str, Any]):

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ast
 import importlib
-import os
 import sys
 import types
 from collections.abc import Mapping, Sequence
@@ -16,13 +15,13 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 import yaml
 from torch import Tensor
 
+import checkouts
+from checkouts import import_from
 from msrl.config.sources import scalar
-from support import ROOT
 
 _CORE = Path("verl", "trainer", "ppo", "core_algos.py")
 _TRAINER = Path("verl", "trainer", "ppo", "ray_trainer.py")
@@ -74,18 +73,12 @@ def checkout() -> Path:
 
     Stand-ins replace its packages, also those of an installed version that another oracle imports.
     """
-    default = ROOT.parent / "verl"
-    root = Path(os.environ.get("MSRL_VERL", default))
-    if not (root / _CORE).is_file():
-        pytest.skip(f"no checkout of verl at {root} (set MSRL_VERL)")
+    root = checkouts.checkout("verl", _CORE)
     if getattr(sys.modules.get("verl"), "has_stand_ins", False):
         return root
     for name in [name for name in sys.modules if name.partition(".")[0] == "verl"]:
         del sys.modules[name]
-    for name in (*_PACKAGES, "verl.utils"):
-        package = types.ModuleType(name)
-        package.__path__ = [str(root / name.replace(".", "/"))]
-        sys.modules[name] = package
+    import_from(root, *_PACKAGES, "verl.utils")
     vars(sys.modules["verl"])["has_stand_ins"] = True
     for name in _STAND_INS:
         sys.modules[name] = _StandIn(name)

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from checkouts import checkout
 from msrl.errors import MsrlError
 from msrl.importers.command import native_yaml, report, translate_arguments
 from msrl.importers.status import KeyStatus
-from support import ROOT, assert_mentions, mentions
+from support import assert_mentions, mentions
 from test_imports_commands import RLVR, edit
 from test_imports_environments import AGENTIC, convert, tree
 from test_imports_losses import convert as imported_file
@@ -187,10 +187,8 @@ def test_the_sides_of_a_room_of_the_first_version_are_its_size(
 
 
 def test_rooms_of_a_checkout_of_the_first_version_are_imported() -> None:
-    root = Path(os.environ.get("MSRL_ROLL_V010", ROOT.parent / "ROLL-v0.1.0"))
-    file = root / "examples" / "qwen2.5-0.5B-agentic" / "agentic_val_sokoban.yaml"
-    if not file.is_file():
-        pytest.skip(f"no checkout of ROLL v0.1.0 at {root} (set MSRL_ROLL_V010)")
+    name = "examples/qwen2.5-0.5B-agentic/agentic_val_sokoban.yaml"
+    file = checkout("ROLL-v0.1.0", name) / name
     environment = tree(translate_arguments("roll", [str(file)], approximate=True))["environment"]
     assert (environment["name"], environment["options"]["size"]) == ("sokoban", 6)
 

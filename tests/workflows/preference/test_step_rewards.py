@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import os
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -19,6 +18,7 @@ from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel
 from torch import Tensor
 
+from checkouts import checkout
 from msrl.algorithms.packing import micro_batch
 from msrl.algorithms.step_rewards import step_losses
 from msrl.config.schema import Config
@@ -34,7 +34,7 @@ from msrl.trainer.objective.steps import StepLoss
 from msrl.types import StepRow
 from msrl.workflows.preference.steps import StepTask, step_batch, step_sequences
 from msrl.workflows.sft.rows import open_rows
-from support import ROOT, mentions
+from support import mentions
 from test_preference_data import preprocess, tokenizer
 from tiny_qwen2 import save_model
 
@@ -277,10 +277,8 @@ def original_loss(ids: Tensor, labels: Tensor, logits: Tensor) -> tuple[Tensor, 
 
     Its sources are not part of this project.
     """
-    root = Path(os.environ.get("MSRL_MINDSPEED_LLM", ROOT.parent / "MindSpeed-LLM"))
-    file = root / "mindspeed_llm" / "tasks" / "posttrain" / "prm" / "prm_trainer.py"
-    if not file.is_file():
-        pytest.skip(f"no process reward models in MindSpeed-LLM at {root} (set MSRL_MINDSPEED_LLM)")
+    name = "mindspeed_llm/tasks/posttrain/prm/prm_trainer.py"
+    file = checkout("MindSpeed-LLM", name) / name
     trainer = load_trainer(file).__new__(load_trainer(file))
     tokens = {"placeholder_token_id": 9, "reward_token_ids": sorted(TOKENS)}
     vars(trainer).update(
