@@ -44,6 +44,7 @@ import tiny_checkpoints as tiny
 from families import FAMILIES
 from gguf_files import make_model, write_gguf
 from mixture_families import MIXTURES
+from msrl import limits
 from msrl.chat_rendering import client as chat_rendering
 from msrl.checkpoint.adapters.megatron import read_adapter
 from msrl.checkpoint.convert import McoreTarget, write_mcore
@@ -67,7 +68,6 @@ from msrl.data.templates.files import _read as read_template
 from msrl.data.templates.files import load_template
 from msrl.data.tokenizer import load_tokenizer, open_tokenizer
 from msrl.errors import MsrlError
-from msrl.importers import limits as importer_limits
 from msrl.importers.command import translate_arguments
 from msrl.limits import run_within
 from msrl.models.families import all_rules, shape_from_config
@@ -643,7 +643,7 @@ FOREIGN_YAML = {
 def _prepare(root: Path) -> None:
     """Create the valid files that targets change."""
     chat_rendering.LIMITS = chat_rendering.RenderingLimits(1.0, 1_000_000, 256 << 20)
-    importer_limits.TIME_LIMIT_S = 2.0
+    limits.IMPORT_LIMIT_S = 2.0
     global DIST_METADATA, DIST_FILES, HF_FILES, JSON_TEXTS, HF_SHAPE, RANK_FILE, INDEX
     global GGUF, SAFETENSORS, TEMPLATE, RENDERER, TOKENIZER_FILES
     tiny.save(root / "hf", shards=2)

@@ -19,6 +19,8 @@ from msrl.errors import MsrlError
 T = TypeVar("T")
 
 MIN_OPEN_FILES = 256
+IMPORT_LIMIT_S = 30.0  # CPU time of reading a file of another system
+_IMPORT_MEMORY_BYTES = 2 << 30  # that this takes at most
 _REPEAT_S = 0.1
 _TIMER = (signal.ITIMER_REAL, signal.SIGALRM)
 _CPU_TIMER = (signal.ITIMER_VIRTUAL, signal.SIGVTALRM)
@@ -158,3 +160,21 @@ def one_line(text: str) -> str:
     'a\\nb'
     """
     return "\\n".join(printable(text).splitlines())
+
+
+def within_import_limits(name: str, read: Callable[[], T]) -> T:
+    """Call a function that reads the file `name` of another system.
+
+    Raises:
+        MsrlError: It takes longer, or needs more memory, than any file that people write.
+    """
+    try:
+        with memory_within(_IMPORT_MEMORY_BYTES):
+            return run_within(IMPORT_LIMIT_S, read, of_cpu=True)
+    except TimeLimitError as error:
+        raise MsrlError(f"{name}: {error} to read. Import a shorter file.") from None
+    except MemoryError:
+        raise MsrlError(
+            f"{name}: needs more than {_IMPORT_MEMORY_BYTES >> 30} GiB of memory to read. Import "
+            "a shorter file."
+        ) from None

@@ -239,7 +239,7 @@ def test_a_hostile_script_is_one_message(
     monkeypatch: pytest.MonkeyPatch,
     capfd: pytest.CaptureFixture[str],
 ):
-    monkeypatch.setattr("msrl.importers.limits.TIME_LIMIT_S", 0.5)
+    monkeypatch.setattr("msrl.limits.IMPORT_LIMIT_S", 0.5)
     script = tmp_path / "run.sh"
     script.write_text(text)
     assert msrl("config", "import", "--from", "mindspeed-llm", str(script)) == 2
@@ -256,7 +256,7 @@ def test_files_that_include_others_many_times_are_one_message(
 ):
     """Each of 20 files includes the next one 20 times."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("msrl.importers.limits.TIME_LIMIT_S", 1.0)
+    monkeypatch.setattr("msrl.limits.IMPORT_LIMIT_S", 1.0)
     for number in range(20):
         names = ", ".join([f"f{number + 1}"] * 20)
         Path(f"f{number}.yaml").write_text(f"defaults: [{names}]\nx{number}: 1\n")

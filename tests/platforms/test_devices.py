@@ -140,6 +140,7 @@ def trained_by(kind: Any, platform: str) -> Any:
     distributed = SimpleNamespace(
         optimizer=optimizer,
         model_param_group_index_map={model.weight: (0, 0)},
+        model_fp32_groups=[[]],
         _get_model_param_range_map=lambda parameter: {"param": SimpleNamespace(start=0, end=6)},
     )
     chain = SimpleNamespace(chained_optimizers=[distributed], reload_model_params=lambda: None)

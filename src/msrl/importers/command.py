@@ -11,7 +11,6 @@ from msrl.config.sources import Node, Origin, printable_value, read
 from msrl.errors import ManyErrors, MsrlError
 from msrl.files import read_user_text
 from msrl.importers.lightrft import command_line as lightrft
-from msrl.importers.limits import within_limits
 from msrl.importers.mindspeed import scripts as mindspeed_scripts
 from msrl.importers.mindspeed_rl import files as mindspeed_rl
 from msrl.importers.mindspeed_rl import ray_gpt as mindspeed_ray
@@ -23,7 +22,7 @@ from msrl.importers.shell import Word, parse_script
 from msrl.importers.systems import detect_system, refuse_other, similar_marks
 from msrl.importers.translation import Translation
 from msrl.importers.verl import files as verl
-from msrl.limits import one_line
+from msrl.limits import one_line, within_import_limits
 
 _YAML = {
     "mindspeed-rl": mindspeed_rl,
@@ -63,7 +62,7 @@ def translate_arguments(
         return translation
 
     try:
-        translation = within_limits(arguments[0], read_input)
+        translation = within_import_limits(arguments[0], read_input)
     except MsrlError as error:
         raise ManyErrors([mask_secrets(line) for line in str(error).split("\n")]) from None
     errors = [*translation.errors, *([] if approximate else translation.differences)]

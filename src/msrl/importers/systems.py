@@ -9,13 +9,13 @@ from typing import Any, cast
 
 from msrl.config.sources import Node, find, plain, read
 from msrl.errors import MsrlError, did_you_mean
-from msrl.importers.limits import within_limits
 from msrl.importers.mindspeed_rl import files as mindspeed_rl
 from msrl.importers.mindspeed_rl import ray_gpt as mindspeed_ray
 from msrl.importers.others import other_system
 from msrl.importers.table import canonical, load_table
 from msrl.importers.translation import Translation
 from msrl.importers.verl import files as verl
+from msrl.limits import within_import_limits
 
 # Top-level keys, one of which is enough to recognize a file.
 _MARKS = {
@@ -87,7 +87,7 @@ def foreign(path: str, *, approximate: bool = False) -> Translation | None:
         MsrlError: if the file belongs to a system whose files must be imported first.
     """
     file = find(path)
-    return within_limits(str(file), lambda: _foreign(file, approximate=approximate))
+    return within_import_limits(str(file), lambda: _foreign(file, approximate=approximate))
 
 
 def _foreign(file: Path, *, approximate: bool) -> Translation | None:
