@@ -124,6 +124,16 @@ def test_a_name_that_is_too_long_for_a_file_is_one_message(
     assert len(refused(capsys, *line.split())) < 3000
 
 
+@pytest.mark.parametrize(
+    "line", ["report loop", "view loop", "chat --model loop", "config show -c loop"]
+)
+def test_a_link_that_leads_to_itself_is_one_message(
+    folder: Path, capsys: pytest.CaptureFixture[str], line: str
+):
+    Path("loop").symlink_to("loop")
+    assert "loop" in refused(capsys, *line.split())
+
+
 @pytest.mark.parametrize("text", ['model: {path: "a\\0b"}', 'data: {blend: {"a\\0b": 1}}'])
 def test_a_null_character_in_a_configuration_is_named(
     folder: Path, capsys: pytest.CaptureFixture[str], text: str

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import socket
 import socketserver
 import struct
@@ -20,6 +21,7 @@ import pytest
 from msrl.environments.builtin._chat_server import ChatServer
 from msrl.environments.builtin.endpoint import Endpoint, environment
 from support import mentions
+from training_runs import listening_hosts
 
 
 @contextlib.contextmanager
@@ -152,6 +154,7 @@ def test_a_request_without_the_key_is_refused_before_its_body_is_read() -> None:
     with socket.create_connection(("127.0.0.1", port), timeout=60) as client:
         client.sendall(b"POST /v1/chat/completions HTTP/1.1\r\nContent-Length: 60000000\r\n\r\n{")
         assert b" 401 " in client.recv(4096)
+    assert set().union(*listening_hosts([os.getpid()]).values()) == {"127.0.0.1"}
     server.stop()
 
 
