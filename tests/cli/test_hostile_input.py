@@ -29,6 +29,7 @@ from msrl.config import sources
 from msrl.data.files.readers import find_files
 from msrl.data.manifest import read_manifest
 from msrl.data.native import native_examples, native_prompts
+from msrl.data.spans import encode_texts
 from msrl.data.templates.files import load_template
 from msrl.data.tokenizer import load_tokenizer, open_tokenizer
 from msrl.errors import MsrlError
@@ -311,6 +312,47 @@ def test_a_malformed_tokenizer_is_named(name: str, content: str, tmp_path: Path)
             assert_mentions(error, tmp_path)
         else:
             assert name == "tokenizer_config.json", "a tokenizer needs no valid configuration"
+
+
+DOUBLE = {"type": "Replace", "pattern": {"String": "a"}, "content": "aa"}
+LONG = {"type": "Replace", "pattern": {"Regex": "a*"}, "content": "b" * 1000}
+TEMPLATE = {
+    "type": "TemplateProcessing",
+    "single": [{"SpecialToken": {"id": "a", "type_id": 0}}] * 100
+    + [{"Sequence": {"id": "A", "type_id": 0}}],
+    "pair": [{"Sequence": {"id": name, "type_id": 0}} for name in "AB"],
+    "special_tokens": {"a": {"id": "a", "ids": [0] * 100, "tokens": ["a"] * 100}},
+}
+EXPANDING = {
+    "normalizer": [{"type": "Sequence", "normalizers": [DOUBLE] * 40}, LONG,
+                   {"type": "Prepend", "prepend": "x" * 5000}],
+    "decoder": [{"type": "Sequence", "decoders": [DOUBLE] * 40}],
+    "post_processor": [TEMPLATE],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("part", "rule"), [(p, r) for p, rules in EXPANDING.items() for r in rules]
+)
+def test_a_tokenizer_that_makes_texts_too_long_is_refused(part: str, rule: Any, tmp_path: Path):
+    """Forty rules that double a letter would turn it into a terabyte."""
+    make_tokenizer().save_pretrained(tmp_path)
+    file = tmp_path / "tokenizer.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), part: rule}))
+    for read in (open_tokenizer, load_tokenizer):
+        with pytest.raises(MsrlError, match=mentions(tmp_path, "limit")):
+            read(tmp_path)
+
+
+def test_a_regular_expression_that_fails_on_a_text_is_one_message(tmp_path: Path):
+    make_tokenizer().save_pretrained(tmp_path)
+    file = tmp_path / "tokenizer.json"
+    pattern = {"type": "Split", "pattern": {"Regex": "(a+)+$"}, "behavior": "Isolated"}
+    values = {**json.loads(file.read_text()), "pre_tokenizer": {**pattern, "invert": False}}
+    file.write_text(json.dumps(values))
+    tokenizer = open_tokenizer(tmp_path)
+    with pytest.raises(MsrlError, match=mentions(tmp_path, "fails")):
+        encode_texts(tokenizer, ["a" * 60 + "b"])
 
 
 RECURSION = "{% macro f(x) %}{{ f(x) }}{% endmacro %}{{ f(1) }}"

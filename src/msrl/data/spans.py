@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from msrl.data.tokenizer import TextTokenizer
+from msrl.data.tokenizer_limits import reported_failures
 from msrl.types import Bools, Ints, RenderedExample
 
 _LOSS = attrgetter("is_trained", "is_masked")
@@ -64,7 +65,7 @@ def encode(
 
 def encode_texts(tokenizer: TextTokenizer, texts: Sequence[str]) -> list[list[int]]:
     """Return the token ids of each text, without tokens that the tokenizer puts around it."""
-    with _LOCK:
+    with _LOCK, reported_failures(tokenizer.folder):
         encodings = tokenizer.backend.encode_batch_fast(texts, add_special_tokens=False)
     return [encoding.ids for encoding in encodings]
 
@@ -77,7 +78,7 @@ def encode_with_offsets(
     A row is a text in pieces. A control token that extends over two pieces is text.
     """
     texts = [row[0] if len(row) == 1 else "" for row in rows]
-    with _LOCK:
+    with _LOCK, reported_failures(tokenizer.folder):
         plain = tokenizer.backend.encode_batch(texts, add_special_tokens=False)
     results: list[tuple[Ints, Ints]] = []
     for row, encoding in zip(rows, plain, strict=True):
@@ -144,7 +145,8 @@ def _encode_quoted(
     for number, text in enumerate(_split_at_controls(spans, {*controls, *special})):
         is_text = number % 2 == 0
         for piece in _split_tokens(text, always_matched) if is_text else [text]:
-            encodings.append((position, _encode_piece(backend, piece, is_text=is_text)))
+            with reported_failures(tokenizer.folder):
+                encodings.append((position, _encode_piece(backend, piece, is_text=is_text)))
             position += len(piece)
     return encodings
 

@@ -31,6 +31,7 @@ from msrl.data.rows.steps import StepTokens
 from msrl.data.rows.turn_lists import with_turn_lists
 from msrl.data.spans import encode_texts
 from msrl.data.tokenizer import TextTokenizer
+from msrl.data.tokenizer_limits import reported_failures
 from msrl.errors import MsrlError
 from msrl.registry.own import is_own
 from msrl.thoughts import split_thought, without_thought
@@ -365,7 +366,9 @@ def _tokenize_texts(
     """
     documents = [text for text in texts if text.strip()]
     _count(dropped, "empty_text", len(texts) - len(documents))
-    ids = [encoding.ids for encoding in job.tokenizer.backend.encode_batch_fast(documents)]
+    with reported_failures(job.tokenizer.folder):
+        encodings = job.tokenizer.backend.encode_batch_fast(documents)
+    ids = [encoding.ids for encoding in encodings]
     if job.eod_token_id is not None:
         for sequence in ids:
             sequence.append(job.eod_token_id)

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from msrl.data.backends import build as build_backend
+from msrl.data.tokenizer_limits import growth_problem
 from msrl.errors import MsrlError
 from msrl.files import read_text_within
 from msrl.limits import printable
@@ -159,7 +160,16 @@ def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
             f"tokenizer={folder}: contains no vocabulary such as tokenizer.json. "
             "Copy it to this folder, or name a folder that contains it."
         )
+    if (backend := getattr(tokenizer, "backend_tokenizer", None)) is not None:
+        _check_growth(backend, folder)
     return tokenizer
+
+
+def _check_growth(backend: Tokenizer, folder: Path) -> None:
+    """Raise MsrlError for a tokenizer whose rules make texts too long."""
+    problem = growth_problem(backend)
+    if problem is not None:
+        raise MsrlError(f"tokenizer={folder}: {problem}. Restore its tokenizer.json.")
 
 
 def _tokenizer_class(folder: Path) -> Any:
@@ -205,7 +215,11 @@ def open_tokenizer(path: str | Path) -> TextTokenizer:
         MsrlError: the folder does not contain a tokenizer.
     """
     folder = _folder(path)
-    return _build(folder) or text_tokenizer(load_tokenizer(folder))
+    tokenizer = _build(folder)
+    if tokenizer is None:
+        return text_tokenizer(load_tokenizer(folder))
+    _check_growth(tokenizer.backend, folder)
+    return tokenizer
 
 
 def text_tokenizer(tokenizer: PreTrainedTokenizerBase) -> TextTokenizer:

@@ -17,6 +17,7 @@ from msrl.data.native import with_date
 from msrl.data.render import Renderer, make_renderer
 from msrl.data.templates.files import load_template
 from msrl.data.tokenizer import load_tokenizer, text_tokenizer
+from msrl.data.tokenizer_limits import reported_failures
 from msrl.errors import MsrlError, RunFailedError
 from msrl.models.families import all_rules
 from msrl.models.hf_config import end_tokens
@@ -231,7 +232,8 @@ def other_template(folder: Path, renderer: Renderer) -> str | None:
 
 def raw_ids(renderer: Renderer, text: str) -> Ints:
     """Return the P token ids of a text as the tokenizer encodes it, including control tokens."""
-    return np.asarray(renderer.tokenizer.backend.encode(text).ids, dtype=np.int64)
+    with reported_failures(renderer.tokenizer.folder):
+        return np.asarray(renderer.tokenizer.backend.encode(text).ids, dtype=np.int64)
 
 
 def system_turns(system: str | None) -> tuple[Message, ...]:
