@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import importlib.util
 import sys
 import traceback
@@ -12,6 +13,27 @@ from types import ModuleType
 from typing import Any
 
 _MAX_TRACEBACK = 4000  # characters
+
+
+_MAX_BYTES = 2 << 20  # of a Python file that people write
+
+
+def parse(file: str | Path) -> ast.Module:
+    """Return the syntax tree of a Python file.
+
+    Raises:
+        SyntaxError: It is not Python.
+        ValueError: It is too large or nested too deeply, or has null characters.
+        OSError: It cannot be read.
+    """
+    with Path(file).open("rb") as source:
+        content = source.read(_MAX_BYTES + 1)
+    if len(content) > _MAX_BYTES:
+        raise ValueError(f"it is larger than {_MAX_BYTES >> 20} MiB")
+    try:
+        return ast.parse(content, str(file))
+    except (RecursionError, MemoryError):  # of the parser
+        raise ValueError("it is nested too deeply") from None
 
 
 class NotLoadedError(Exception):

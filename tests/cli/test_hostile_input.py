@@ -506,6 +506,34 @@ def test_control_characters_of_messages_are_escaped(
     assert printable("a\tb\n\x1b\x9b\u202e") == "a\tb\n\\x1b\\x9b\\u202e"
 
 
+PLUGINS = {
+    "parentheses": b"x=" + b"(" * 100_000 + b")" * 100_000,
+    "signs": b"x=" + b"-" * 200_000 + b"1",
+    "hole": 1 << 40,
+    "null": b"a\0b",
+    "bytes": b"\xff\xfe",
+    "coding": b"# coding: rot13\n",
+    "digits": b"x=" + b"9" * 10_000,
+}
+
+
+@pytest.mark.parametrize("key", ["algo.policy_loss", "preprocess.handler", "environment.path"])
+@pytest.mark.parametrize("content", PLUGINS)
+def test_a_python_file_that_cannot_be_parsed_is_one_message(
+    content: str, key: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Checks parse the files that a configuration of others names, and do not execute them."""
+    monkeypatch.chdir(tmp_path)
+    file, value = Path("own.py"), PLUGINS[content]
+    file.write_bytes(value if isinstance(value, bytes) else b"")
+    if isinstance(value, int):
+        os.truncate(file, value)
+    command = "preprocess" if "preprocess" in key else "train-grpo"
+    with pytest.raises(MsrlError) as caught:
+        load(sets=[f"{key}=own.py:f"], command=command)
+    assert any("own.py" in line and key in line for line in str(caught.value).splitlines())
+
+
 def test_a_long_file_with_few_values_is_within_the_limits(tmp_path: Path):
     (tmp_path / "a.yaml").write_text("run: &a {name: x}\n" + "# comment\n" * 200_000)
     assert load([str(tmp_path / "a.yaml")]).config.run.name == "x"

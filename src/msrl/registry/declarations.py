@@ -97,6 +97,8 @@ class Declaration:
                 return Any
 
 
+# Errors of expressions that are no literals, such as a list as a key.
+_NO_LITERAL = (ValueError, TypeError, RecursionError, MemoryError)
 _PLAIN_TYPES: dict[str, Any] = {kind.__name__: kind for kind in (bool, int, float, str)}
 
 
@@ -104,7 +106,7 @@ def _literal(expression: ast.expr) -> Any:
     """Return the value of a literal, or the source text of another expression."""
     try:
         return ast.literal_eval(expression)
-    except ValueError:
+    except _NO_LITERAL:
         return ast.unparse(expression)
 
 
@@ -124,6 +126,6 @@ def _read(file: str, main: Mapping[str, str]) -> Declaration:
             target = node.targets[0].id
             try:
                 constants[target] = ast.literal_eval(node.value)
-            except ValueError:
+            except _NO_LITERAL:
                 aliases[target] = node.value
     return Declaration(constants, aliases, functions)

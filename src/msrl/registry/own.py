@@ -47,7 +47,7 @@ def mistake(name: str) -> str | None:
         return f"file {file} does not exist"
     try:
         names = definitions(parse(file))
-    except (SyntaxError, ValueError, RecursionError) as error:
+    except (SyntaxError, ValueError) as error:
         return f"{file} is not Python: {error}"
     if attribute not in names:
         hint = nearest(attribute, names) if names else "it defines nothing"
@@ -63,7 +63,7 @@ def require(name: str, key: str) -> None:
 
 def parse(file: str) -> ast.Module:
     """Return the syntax tree of a file."""
-    return ast.parse(Path(file).read_bytes(), file)
+    return user_files.parse(file)
 
 
 def definitions(tree: ast.Module) -> dict[str, Definition | None]:

@@ -34,7 +34,7 @@ _KEYS = ("messages", "answer", "tools", "extra")
 def imported_names(file: Path) -> set[str]:
     """Return the dotted names of the modules that a file may import."""
     names: set[str] = set()
-    for node in ast.walk(ast.parse(file.read_bytes())):
+    for node in ast.walk(user_files.parse(file)):
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module:
