@@ -6,13 +6,13 @@ import http.client
 import json
 import os
 import re
+import socket
 import threading
 import time
 import urllib.parse
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
-from socket import gethostname
 from typing import Any
 
 import numpy as np
@@ -30,7 +30,7 @@ from msrl.workflows.view.chunks import InlineChunks, safe_json
 from msrl.workflows.view.page import MODULES, page
 from msrl.workflows.view.pieces import open_pieces
 from msrl.workflows.view.samples import read_samples, sample_files
-from msrl.workflows.view.serve import ViewServer, open_server
+from msrl.workflows.view.serve import ViewHandler, ViewServer, open_server
 from support import assert_mentions, mentions
 
 STATIC = Path(page.__code__.co_filename).parent / "static"
@@ -533,6 +533,18 @@ def test_hostile_headers_are_answered_at_once(
     assert "Traceback" not in capfd.readouterr().err
 
 
+@pytest.mark.parametrize("start", [b"", b"GET / HTTP/1.1\r\n"])
+def test_a_request_that_does_not_end_is_closed(
+    served: ViewServer, monkeypatch: pytest.MonkeyPatch, capfd: Any, start: bytes
+):
+    """Each connection has a thread, which every user of the machine can occupy."""
+    monkeypatch.setattr(ViewHandler, "timeout", 0.1)
+    with socket.create_connection(served.server_address, timeout=60) as client:
+        client.sendall(start)
+        assert client.recv(1) == b""
+    assert capfd.readouterr().err == ""
+
+
 def test_only_the_printed_link_opens_the_view(
     served: ViewServer, capfd: pytest.CaptureFixture[str]
 ):
@@ -634,7 +646,11 @@ def test_serve_and_single_file_exclude_each_other(
 
 def test_the_lock_and_the_last_line_tell_a_running_from_a_killed_run(run: Path):
     def state(**changes: Any) -> str:
-        attempt = {"attempt": 1, "started": "2026-01-01T00:00:00+00:00", "host": gethostname()}
+        attempt = {
+            "attempt": 1,
+            "started": "2026-01-01T00:00:00+00:00",
+            "host": socket.gethostname(),
+        }
         return run_state(run, [attempt | changes])
 
     assert run_state(run, []) == "unknown"

@@ -64,6 +64,7 @@ class ViewHandler(SimpleHTTPRequestHandler):
     """
 
     server: ViewServer
+    timeout = 60.0  # seconds without a byte of a request, after which the connection ends
 
     def send_head(self) -> Any:
         """Send the headers of a file, or refuse the request."""
