@@ -24,6 +24,29 @@ Routes = NDArray[np.integer[Any]]
 Their type is the smallest of uint8 and int16 that holds the numbers.
 """
 Role = Literal["system", "user", "assistant", "tool"]
+Grid = tuple[int, int, int]
+"""Frames (1), rows and columns of a picture in patches."""
+
+
+@dataclass(frozen=True, slots=True)
+class Image:
+    """Picture of a row as an encoded file, such as a JPEG.
+
+    `key` is the SHA-256 of the file: equal pictures have equal keys. `grid` is the size to which it
+    is resized. Comparisons use both, and not the data.
+    """
+
+    key: str
+    grid: Grid
+    data: bytes = field(compare=False, repr=False)
+
+
+@dataclass(frozen=True, slots=True)
+class PlacedImage:
+    """Picture whose first image token is token `offset` of a sequence or micro-batch."""
+
+    offset: int
+    image: Image
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,173 @@
+"""Pixels of pictures: encoded file, resized picture, patches.
+
+H and W are the sides of a resized picture in pixels, C its channels (3), T the frames of a patch, P
+its side, and N the number of patches. Pillow is imported where a picture is decoded.
+"""
+
+from __future__ import annotations
+
+import io
+import warnings
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from msrl.vision.errors import ImageError
+from msrl.vision.settings import VisionSettings
+from msrl.vision.sizes import resized_size
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF")
+MAX_PIXELS = 89_478_485  # of a file: the limit of Pillow against decompression bombs
+_ORIENTATION = 0x0112  # tag of EXIF
+_SIDEWAYS = (5, 6, 7, 8)  # orientations that exchange height and width
+_TURNS = {
+    2: "FLIP_LEFT_RIGHT",
+    3: "ROTATE_180",
+    4: "FLIP_TOP_BOTTOM",
+    5: "TRANSPOSE",
+    6: "ROTATE_270",
+    7: "TRANSVERSE",
+    8: "ROTATE_90",
+}
+# Errors of Pillow's decoders for damaged files. Those of C code are among them.
+_DAMAGED = (OSError, ValueError, SyntaxError, TypeError, ArithmeticError, LookupError)
+_DAMAGED = (*_DAMAGED, AttributeError, AssertionError, NotImplementedError, RuntimeError)
+
+
+def image_size(data: bytes) -> tuple[int, int]:
+    """Return the height and width of a picture in pixels, as it is shown, from its header.
+
+    Raises:
+        ImageError: The file is no picture of a supported format, or has too many pixels.
+    """
+    image = _open(data)
+    width, height = image.size
+    try:
+        orientation = image.getexif().get(_ORIENTATION)
+    except _DAMAGED as error:
+        raise _damaged(error) from error
+    return (width, height) if orientation in _SIDEWAYS else (height, width)
+
+
+def decode_image(data: bytes, settings: VisionSettings) -> NDArray[np.uint8]:
+    """Return the resized picture [H, W, C] of an encoded file (JPEG, PNG, WebP, BMP or GIF).
+
+    EXIF's orientation is applied, other color modes become RGB, and transparency is dropped. Of an
+    animation, the first frame is read.
+
+    Raises:
+        ImageError: The file is damaged or no picture of a supported format, has too many or too few
+            pixels, or is too long.
+    """
+    image = _rgb(_open(data))
+    height, width = resized_size(image.height, image.width, settings)
+    resized = image.resize((width, height), resample=settings.resample)
+    return np.array(resized)
+
+
+def check_image(data: bytes) -> tuple[int, int]:
+    """Decode a picture and return its height and width in pixels, as it is shown.
+
+    Raises:
+        ImageError: The file is damaged or no picture of a supported format, or has too many pixels.
+    """
+    image = _rgb(_open(data))
+    return image.height, image.width
+
+
+def cut_patches(
+    pixels: NDArray[Any],  # [H, W, C]
+    settings: VisionSettings,
+) -> NDArray[Any]:
+    """Return the patches [N, C * T * P * P] of a resized picture, without normalization.
+
+    Patches of one merged square follow each other, as the vision tower expects them.
+    """
+    side, merge = settings.patch_size, settings.merge_size
+    height, width, channels = pixels.shape
+    rows, columns = height // side, width // side
+    squares = pixels.reshape(
+        rows // merge, merge, side, columns // merge, merge, side, channels
+    ).transpose(0, 3, 1, 4, 6, 2, 5)[:, :, :, :, :, None]
+    frames = np.broadcast_to(
+        squares, (*squares.shape[:5], settings.temporal_patch_size, *squares.shape[6:])
+    )
+    return frames.reshape(rows * columns, -1)
+
+
+def patches_of(
+    pixels: NDArray[np.uint8],  # [H, W, C]
+    settings: VisionSettings,
+) -> NDArray[np.float32]:
+    """Return the normalized patches [N, C * T * P * P] of a resized picture."""
+    values = np.stack(
+        [levels[pixels[..., channel]] for channel, levels in enumerate(_levels(settings))], -1
+    )
+    return cut_patches(values, settings)
+
+
+@lru_cache(maxsize=8)
+def _levels(settings: VisionSettings) -> NDArray[np.float32]:
+    """Return the normalized value of each of the 256 levels in each channel, [C, 256].
+
+    The values are rounded as those of transformers: once after rescaling, then in float32.
+    """
+    scaled = (np.arange(256, dtype=np.float64) * (1 / 255)).astype(np.float32)
+    mean = np.array(settings.image_mean, np.float32)[:, None]
+    std = np.array(settings.image_std, np.float32)[:, None]
+    return (scaled[None] - mean) / std
+
+
+@lru_cache(maxsize=1)
+def _pillow() -> Any:
+    """Import Pillow and return its module `Image`."""
+    from PIL import Image
+
+    # Pillow warns at its limit and refuses at twice that; `_open` refuses at the limit.
+    warnings.filterwarnings("ignore", category=Image.DecompressionBombWarning)
+    return Image
+
+
+def _open(data: bytes) -> Image:
+    """Return a picture whose header is read. Raises ImageError if it cannot be used."""
+    pillow = _pillow()
+    try:
+        image: Image = pillow.open(io.BytesIO(data), formats=FORMATS)
+    except pillow.DecompressionBombError as error:
+        raise _too_large(str(error).partition(",")[0]) from error
+    except pillow.UnidentifiedImageError as error:
+        raise ImageError(
+            "not an image",
+            f"the file is none of {', '.join(FORMATS)}. Convert it to PNG or JPEG.",
+        ) from error
+    except _DAMAGED as error:
+        raise _damaged(error) from error
+    if image.width * image.height > MAX_PIXELS:
+        raise _too_large(f"{image.width} x {image.height} pixels")
+    return image
+
+
+def _rgb(image: Image) -> Image:
+    """Decode a picture, turn it as EXIF says and convert it to RGB."""
+    transpose = _pillow().Transpose
+    try:
+        image.load()
+        turn = _TURNS.get(image.getexif().get(_ORIENTATION, 1))
+        turned = image if turn is None else image.transpose(getattr(transpose, turn))
+        return turned.convert("RGB")
+    except _DAMAGED as error:
+        raise _damaged(error) from error
+
+
+def _too_large(size: str) -> ImageError:
+    return ImageError("too many pixels", f"{size} (limit: {MAX_PIXELS:,}). Make the image smaller.")
+
+
+def _damaged(error: Exception) -> ImageError:
+    problem = str(error).partition("\n")[0][:200] or type(error).__name__
+    return ImageError("damaged image", f"{problem}. Replace the file.")

@@ -1,0 +1,63 @@
+"""Sizes of pictures in pixels, patches and tokens.
+
+The rule is `smart_resize` of transformers' Qwen2-VL image processor: sides are multiples of
+`patch_size * merge_size`, the number of pixels lies within the limits, and the aspect ratio changes
+as little as possible.
+"""
+
+from __future__ import annotations
+
+import math
+
+from msrl.types import Grid
+from msrl.vision.errors import ImageError
+from msrl.vision.settings import VisionSettings
+
+MAX_RATIO = 200
+
+
+def resized_size(height: int, width: int, settings: VisionSettings) -> tuple[int, int]:
+    """Return the height and width, in pixels, to which a picture is resized.
+
+    Raises:
+        ImageError: The picture is too long or too small.
+    """
+    factor = settings.factor
+    if height < 1 or width < 1 or height * width < factor:
+        raise ImageError(
+            "too small",
+            f"{width} x {height} pixels are too few for an image (at least {factor}). Replace it.",
+        )
+    if max(height, width) / min(height, width) > MAX_RATIO:
+        raise ImageError(
+            "extreme aspect ratio",
+            f"one side of {width} x {height} pixels is more than {MAX_RATIO} times the other. "
+            "Crop the image.",
+        )
+    rows, columns = round(height / factor), round(width / factor)
+    pixels = height * width
+    if rows * columns * factor**2 > settings.max_pixels:
+        shrink = math.sqrt(pixels / settings.max_pixels)
+        rows = max(1, math.floor(height / shrink / factor))
+        columns = max(1, math.floor(width / shrink / factor))
+    elif rows * columns * factor**2 < settings.min_pixels:
+        enlarge = math.sqrt(settings.min_pixels / pixels)
+        rows = math.ceil(height * enlarge / factor)
+        columns = math.ceil(width * enlarge / factor)
+    return max(rows, 1) * factor, max(columns, 1) * factor
+
+
+def grid_of(height: int, width: int, settings: VisionSettings) -> Grid:
+    """Return frames (1), rows and columns, in patches, of a picture of this size in pixels.
+
+    Raises:
+        ImageError: The picture is too long or too small.
+    """
+    rows, columns = resized_size(height, width, settings)
+    return 1, rows // settings.patch_size, columns // settings.patch_size
+
+
+def image_tokens(grid: Grid, merge_size: int) -> int:
+    """Return the number of image tokens of a picture."""
+    frames, rows, columns = grid
+    return frames * rows * columns // merge_size**2

@@ -1,0 +1,48 @@
+"""Folders with the configuration of a vision-language model, and pictures."""
+
+import io
+import json
+
+import numpy as np
+
+CONFIG = {
+    "architectures": ["Qwen2_5_VLForConditionalGeneration"],
+    "model_type": "qwen2_5_vl",
+    "image_token_id": 6,
+    "vision_start_token_id": 3,
+    "vision_end_token_id": 4,
+    "vision_config": {"patch_size": 14, "spatial_merge_size": 2, "temporal_patch_size": 2},
+}
+PROCESSOR = {
+    "image_processor_type": "Qwen2VLImageProcessor",
+    "min_pixels": 3136,
+    "max_pixels": 200704,
+    "patch_size": 14,
+    "temporal_patch_size": 2,
+    "merge_size": 2,
+    "image_mean": [0.48145466, 0.4578275, 0.40821073],
+    "image_std": [0.26862954, 0.26130258, 0.27577711],
+}
+
+
+def write_folder(folder, processor=None, config=None, name="preprocessor_config.json"):
+    """Write the configuration of a model and of its image processor."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(CONFIG | (config or {})))
+    (folder / name).write_text(json.dumps(PROCESSOR if processor is None else processor))
+    return folder
+
+
+def picture(width, height, seed=0):
+    """Return a picture of random colors."""
+    from PIL import Image
+
+    values = np.random.default_rng(seed).integers(0, 256, (height, width, 3), np.uint8)
+    return Image.fromarray(values)
+
+
+def encoded(image, form="PNG", **options):
+    """Return an encoded picture."""
+    file = io.BytesIO()
+    image.save(file, form, **options)
+    return file.getvalue()
