@@ -252,12 +252,11 @@ def _convert(**values: object) -> None:
 @pytest.mark.parametrize(
     ("name", "prefix"),
     [
-        pytest.param("qwen2.5-vl", "visual.", marks=pytest.mark.full),
-        pytest.param("qwen3-vl", "model.visual.", marks=pytest.mark.full),
-        pytest.param("qwen2-vl", "visual.", marks=pytest.mark.full),
+        pytest.param("qwen3.5, language model", "model.visual.", marks=pytest.mark.full),
+        pytest.param("mistral 3, language model", "vision_tower.", marks=pytest.mark.full),
     ],
 )
-def test_a_vision_tower_passes_through_and_the_language_model_is_verified(
+def test_a_vision_tower_without_a_module_passes_through(
     tmp_path: Path,
     folders: dict[str, Path],
     capsys: pytest.CaptureFixture[str],
@@ -266,15 +265,12 @@ def test_a_vision_tower_passes_through_and_the_language_model_is_verified(
 ) -> None:
     folder = folders[name]
     _convert(command="hf2mcore", load=folder, save=tmp_path / "mcore", tp=2, dtype="bf16")
-    output = capsys.readouterr().out
-    count = sum(key.startswith(prefix) for key in load_file(folder / "model.safetensors"))
-    assert_mentions(output, f"{count} tensors {prefix}*", "logits, fp32")
+    assert_mentions(capsys.readouterr().out, f"{prefix}*", "logits, fp32")
     _convert(command="mcore2hf", load=tmp_path / "mcore", save=tmp_path / "hf")
     before, after = (load_file(path / "model.safetensors") for path in (folder, tmp_path / "hf"))
     assert before.keys() == after.keys()
-    for key, tensor in before.items():
-        expected = tensor if key.startswith(prefix) else tensor.bfloat16()
-        assert same_bits(after[key], expected), key
+    of_tower = {key for key in before if key.startswith(prefix)}
+    assert of_tower and all(same_bits(after[key], before[key]) for key in of_tower)
 
 
 @pytest.mark.full
@@ -304,8 +300,8 @@ def test_a_family_with_custom_code_reports_that_its_logits_were_not_compared(
 def test_a_checkpoint_without_the_vision_tower_is_refused(
     tmp_path: Path, folders: dict[str, Path]
 ) -> None:
-    write_mcore(open_weights(folders["qwen2.5-vl"]), tmp_path / "mcore", McoreTarget())
+    write_mcore(open_weights(folders["gemma 3, language model"]), tmp_path / "mcore", McoreTarget())
     (tmp_path / "mcore" / "hf" / "msrl_carried.safetensors").unlink()
-    with pytest.raises(MsrlError, match=mentions("visual.*", "--hf-config")):
+    with pytest.raises(MsrlError, match=mentions("vision_tower.*", "--hf-config")):
         write_hf(open_weights(tmp_path / "mcore"), tmp_path / "hf", None)
     assert not (tmp_path / "hf").exists()

@@ -41,7 +41,8 @@ class RandomSource(WeightSource):
     def _tensor(self, name: str, size: tuple[int, ...]) -> Tensor:
         if name.endswith("linear_attn.norm.weight") or name.endswith("dt_bias"):
             return torch.ones(size)
-        if "norm" in name.rpartition(".")[0].rpartition(".")[2] and name.endswith(".weight"):
+        module = name.rpartition(".")[0].rpartition(".")[2]
+        if ("norm" in module or module == "ln_q") and name.endswith(".weight"):
             return torch.full(size, 0.0 if self.shape.zero_centered_norm else 1.0)
         if "bias" in name.rpartition(".")[2]:
             return torch.zeros(size)

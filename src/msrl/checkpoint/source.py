@@ -21,6 +21,7 @@ from msrl.checkpoint.distributed.read import is_distributed, read_common
 from msrl.checkpoint.distributed.source import DistSource
 from msrl.checkpoint.distributed.write import COMMON
 from msrl.checkpoint.hf.folder import HfCheckpoint
+from msrl.checkpoint.hf.pass_through import tower_tensors
 from msrl.checkpoint.hf.weight_files import StoredTensor
 from msrl.checkpoint.mcore.arguments import load_folder, refuse_contradictions
 from msrl.checkpoint.mcore.files import SIDECAR, iteration_dir, read_rank_file
@@ -43,6 +44,7 @@ from msrl.models.reward_head import WEIGHT as SCORE_HEAD
 from msrl.models.rules import Replicated, Rule, Vocab, Zeros
 from msrl.models.shape import Shape
 from msrl.models.stages import TIED_OUTPUT, StageTensor, chunk_name, stage_tensors
+from msrl.models.vision import is_tower
 
 
 class HfSource(WeightSource):
@@ -297,6 +299,8 @@ def open_sharded(
     )
     for rank, content in contents.items():
         _check_args(files, rank, vars(content["args"]), shape, config_dir)
+    if shape.vision is not None:
+        models = _with_tower(models, files.layout, shape, config_dir)
     source = ShardedSource(shape, files.layout, models, config_dir, str(save))
     if source.tied_copy_differs():
         raise MsrlError(
@@ -324,6 +328,26 @@ def with_empty_layers(
     noop_layers = empty_positions(layout, num_positions, models)
     padded = dataclasses.replace(layout, noop_layers=noop_layers)
     return padded if padded.num_positions(shape.num_layers) == num_positions else layout
+
+
+def _with_tower(
+    models: Mapping[Coords, dict[str, Tensor]],
+    layout: ParallelLayout,
+    shape: Shape,
+    config_dir: Path,
+) -> dict[Coords, dict[str, Tensor]]:
+    """Return the tensors of all ranks with the vision tower, which older checkpoints lack."""
+    names: dict[Coords, dict[str, str]] = {}
+    for at in models:
+        placed = (entry for entry in stage_tensors(shape, layout, at) if is_tower(entry.rule))
+        names[at] = {entry.name: entry.rule.mcore for entry in placed}
+    if any(name in models[at] for at, of_rank in names.items() for name in of_rank):
+        return dict(models)
+    tower = {name: stored.read() for name, stored in tower_tensors(config_dir, shape).items()}
+    return {
+        at: models[at] | {name: tower[mcore] for name, mcore in of_rank.items()}
+        for at, of_rank in names.items()
+    }
 
 
 def _base_weights(

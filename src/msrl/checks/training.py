@@ -18,7 +18,7 @@ from msrl.config.loader import Resolved
 from msrl.errors import MsrlError
 from msrl.models.families import all_rules
 from msrl.models.paths import TRACKER, is_adapter_folder, is_hf, is_mcore
-from msrl.models.select import check_layers, select_names
+from msrl.models.select import check_layers, frozen_names
 from msrl.plan import derived
 from msrl.plan.context import layout_problems, size_problems
 from msrl.plan.run_plan import RunPlan
@@ -77,6 +77,10 @@ def check_random_weights(resolved: Resolved, plan: RunPlan) -> Iterator[str]:
             key,
             f"{shape.architecture} has weights that msrl does not train ({shape.pass_through[0]}"
             "*), so they cannot start from random ones. Use a checkpoint.",
+        )
+    if shape is not None and shape.vision is not None:
+        yield resolved.mistake(
+            key, f"the vision tower of {shape.architecture} would stay random. Use a checkpoint."
         )
     has_indexer = shape is not None and shape.indexer is not None
     if has_indexer and not config.train.indexer_loss_coef:
@@ -255,7 +259,7 @@ def check_freeze(resolved: Resolved, plan: RunPlan) -> Iterator[str]:
     shape = plan.shape_or_none
     if shape is not None and resolved.config.train.freeze:
         try:
-            names = select_names(shape, resolved.config.train.freeze, key="train.freeze")
+            names = frozen_names(shape, resolved.config.train.freeze, key="train.freeze")
         except MsrlError as error:
             yield str(error)
             return

@@ -10,7 +10,7 @@ from msrl.config.sections.train import LoraConfig, TrainConfig
 from msrl.models.parallel_layout import Coords, ParallelLayout
 from msrl.models.reward_head import BIAS, WEIGHT
 from msrl.models.rules import Replicated, Sharded, Vocab
-from msrl.models.select import is_layer, select_names
+from msrl.models.select import frozen_names, is_layer
 from msrl.models.shape import Shape
 from msrl.models.stages import StageTensor, stage_tensors
 from msrl.plan.run_plan import RunPlan
@@ -91,9 +91,7 @@ def _unfrozen_elements(
     shape: Shape, tensors: Iterable[StageTensor], train: TrainConfig
 ) -> list[tuple[StageTensor, int]]:
     """Return the tensors that are trained without LoRA, with their elements on a rank."""
-    frozen = frozenset[str]()
-    if train.freeze:
-        frozen = select_names(shape, train.freeze, key="train.freeze")
+    frozen = frozen_names(shape, train.freeze, key="train.freeze")
     return [
         (tensor, _elements(tensor))
         for tensor in tensors

@@ -1,7 +1,7 @@
-"""Language models of vision-language models.
+"""Language models of vision-language models, and the three positions of their tokens.
 
-A text token has the same position in all three dimensions of their rotary embedding (`mrope`),
-which is then equivalent to the usual one.
+A text token has the same position in time, row and column, so that their rotary embedding
+(`mrope`) equals the usual one. Image tokens differ in row and column.
 """
 
 from __future__ import annotations
@@ -9,14 +9,15 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any, cast
 
-from msrl.models.decoder import decoder_shape, switched_window
+from msrl.models.decoder import decoder_shape, switched_window, with_attention
 from msrl.models.hf_config import HfConfig
 from msrl.models.layer_rules.names import Names
 from msrl.models.shape import Shape
+from msrl.models.vision import Kind, read_vision
 
 
-def qwen2_language_model(config: HfConfig, family: str) -> Shape:
-    """Return the shape of the language model of Qwen2-VL or Qwen2.5-VL."""
+def qwen2_vision_model(config: HfConfig, family: str, kind: Kind) -> Shape:
+    """Return the shape of Qwen2-VL or Qwen2.5-VL."""
     text = language_config(config)
     decoder = decoder_shape(
         text,
@@ -29,8 +30,8 @@ def qwen2_language_model(config: HfConfig, family: str) -> Shape:
         allow_mrope=True,
         windows=switched_window(text, 80),
     )
-    check_sections(text, decoder)
-    return replace(decoder, pass_through=("visual.",))
+    vision = read_vision(config, kind, "visual.", decoder.hidden_size)
+    return replace(with_sections(text, decoder, interleaved=False), vision=vision)
 
 
 VISION = ("vision_tower.", "multi_modal_projector.")
@@ -69,21 +70,49 @@ def language_config(config: HfConfig, *, tie_word_embeddings: bool = False) -> H
     return HfConfig({**inner, **outer, **shared}, f"{config.where}: text_config")
 
 
-def check_sections(text: HfConfig, shape: Shape, default: tuple[int, ...] = ()) -> None:
-    """Check that the three position dimensions together use all pairs of channels of a head.
+def with_sections(
+    text: HfConfig, shape: Shape, *, interleaved: bool, default: tuple[int, ...] = ()
+) -> Shape:
+    """Return the shape with the axis of each pair of rotated channels.
 
-    `default` are the sections of the family's config class.
+    `mrope_section` has the numbers of pairs that turn by time, row and column. They follow each
+    other or, with `interleaved`, alternate, and the pairs after the last of rows and columns turn
+    by time. `default` are the sections of the family's config class.
 
     Raises:
-        MsrlError: They do not.
+        MsrlError: The sections do not use all pairs, or the config has the other order.
     """
     table: Any = text.values.get("rope_parameters") or text.values.get("rope_scaling") or {}
     value: Any = table.get("mrope_section") or default
     listed = [*cast("list[Any]", value)] if isinstance(value, list | tuple) else []
-    sections = [section for section in listed if type(section) is int]
-    rotated = shape.rotary.channels
-    if len(sections) != 3 or len(listed) != 3 or sum(sections) * 2 != rotated:
+    sections = [section for section in listed if type(section) is int and section >= 0]
+    pairs = shape.rotary.channels // 2
+    if len(sections) != 3 or len(listed) != 3 or sum(sections) != pairs:
         text.fail(
             "mrope_section",
-            f"must be three numbers that add up to {rotated // 2}, half of the rotated channels",
+            f"must be three numbers that add up to {pairs}, half of the rotated channels",
         )
+    if table.get("mrope_interleaved", interleaved) is not interleaved:
+        order = "alternate" if interleaved else "follow each other"
+        text.fail("mrope_interleaved", f"is not supported: sections of this family {order}")
+    axes = _axes(sections, interleaved=interleaved)
+    if len(axes) != pairs:
+        text.fail("mrope_section", "has more rows or columns than can alternate with time")
+    return with_attention(shape, rotary=replace(shape.rotary, axes=axes))
+
+
+def _axes(sections: list[int], *, interleaved: bool) -> tuple[int, ...]:
+    """Return the axis of each pair of channels.
+
+    >>> _axes([2, 1, 1], interleaved=False), _axes([2, 1, 1], interleaved=True)
+    ((0, 0, 1, 2), (0, 1, 2, 0))
+    """
+    if not interleaved:
+        return tuple(axis for axis, count in enumerate(sections) for _ in range(count))
+    axes = [0] * sum(sections)
+    for axis in (1, 2):
+        pairs = range(axis, 3 * sections[axis], 3)
+        axes += [0] * (max(pairs, default=-1) + 1 - len(axes))
+        for pair in pairs:
+            axes[pair] = axis
+    return tuple(axes)

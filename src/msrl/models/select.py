@@ -12,6 +12,7 @@ from msrl.errors import MsrlError, nearest
 from msrl.models.families import all_rules, rules_for
 from msrl.models.rules import Rule
 from msrl.models.shape import Shape
+from msrl.models.vision import TOWER, is_tower
 
 
 def select_names(shape: Shape, patterns: Iterable[str], *, key: str) -> frozenset[str]:
@@ -34,12 +35,24 @@ def select_names(shape: Shape, patterns: Iterable[str], *, key: str) -> frozense
     return frozenset(rule.mcore for rule in rules if _is_chosen(rule, patterns, key))
 
 
+def frozen_names(shape: Shape, patterns: Iterable[str], *, key: str) -> frozenset[str]:
+    """Return the names of the parameters that a training without adapters does not train.
+
+    These are those that `patterns` match, and the vision tower. Indexers are not among them.
+
+    Raises MsrlError as `select_names` does.
+    """
+    tower = (rule.mcore for rule in rules_for(shape).first if is_tower(rule))
+    return select_names(shape, patterns, key=key).union(tower)
+
+
 def is_layer(mcore: str, hf: Iterable[str], targets: Collection[str]) -> bool:
     """Return True if `targets` contains the weight's layer.
 
-    Layers are identified by the last component of their name (`linear_qkv`, `q_proj`).
+    Layers are identified by the last component of their name (`linear_qkv`, `q_proj`). Those of a
+    vision tower, some of which have the same names, are never meant.
     """
-    return any(
+    return not mcore.startswith(TOWER) and any(
         name.endswith(".weight") and name.split(".")[-2] in targets
         for name in (mcore, *hf)
         if "." in name
@@ -53,15 +66,18 @@ def check_layers(shape: Shape, targets: Iterable[str], *, key: str) -> None:
         MsrlError: A target is not a linear layer of the model's layers, or cannot have an adapter
             (`adapter_problem`). The message starts with the setting `key`.
     """
-    rules = [
-        rule for layer in rules_for(shape).layers for rule in layer if len(rule.shapes[0]) == 2
-    ]
+    of_layers = [rule for layer in rules_for(shape).layers for rule in layer]
+    rules = [rule for rule in of_layers if len(rule.shapes[0]) == 2]
+    in_tower = [rule for rule in rules_for(shape).first if is_tower(rule)]
     problems = {
         name: problem
-        for rule in rules
+        for rule in (*in_tower, *rules)
         if (problem := adapter_problem(rule))
         for name in _layer_names(rule)
     }
+    for rule in rules:  # a layer of the language model may have the name of one of the tower
+        if adapter_problem(rule) is None:
+            problems = {n: p for n, p in problems.items() if n not in _layer_names(rule)}
     layers = sorted({name for rule in rules for name in _layer_names(rule)} - problems.keys())
     for target in targets:
         if target in problems:
@@ -80,6 +96,8 @@ def _layer_names(rule: Rule) -> list[str]:
 
 def adapter_problem(rule: Rule) -> str | None:
     """Return the reason why a layer cannot have an adapter; None if it can."""
+    if is_tower(rule):
+        return "this is a layer of the vision tower, which cannot have an adapter"
     if rule.frozen:
         return "this is a layer of the indexer, whose choice has no gradient"
     if rule.mcore.endswith("shared_experts.gate_weight"):

@@ -9,6 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from msrl.models.vision import Vision
+
 
 @dataclass(frozen=True, slots=True)
 class Llama3RopeScaling:
@@ -64,7 +66,8 @@ class Rotary:
 
     Pairs are formed from the two halves or, with `interleaved`, from adjacent channels. With a
     `query_growth` (b, p), the query at a position is multiplied by 1 + b ln(1 + position // p), as
-    in Llama 4.
+    in Llama 4. `axes` has the position that each pair of channels turns by: 0 time, 1 row, 2 column
+    (M-RoPE, arXiv:2409.12191, section 2.1). They are equal for text. () means plain positions.
     """
 
     theta: float
@@ -72,6 +75,7 @@ class Rotary:
     channels: int
     interleaved: bool = False
     query_growth: tuple[float, int] | None = None
+    axes: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -279,6 +283,7 @@ class Shape:
       model, but are neither sharded nor trained. Conversions copy them unchanged.
     - `may_lack_pass_through`: a folder without any pass-through tensor is complete too.
     - `reward_head`: one score per token instead of logits (see `reward_head.py`).
+    - `vision`: the vision tower, whose features replace embeddings of image tokens.
     """
 
     family: str
@@ -302,6 +307,7 @@ class Shape:
     pass_through: tuple[str, ...] = ()
     may_lack_pass_through: bool = False
     reward_head: bool = False
+    vision: Vision | None = None
 
     def __hash__(self) -> int:
         # Caches look shapes up once per layer, so a hash of all layers would take quadratic time.

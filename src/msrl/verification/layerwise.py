@@ -18,6 +18,7 @@ from msrl.models.hf_config import read_hf_config
 from msrl.models.reward_head import scoring_config
 from msrl.models.rules import Rule
 from msrl.models.shape import Shape
+from msrl.models.vision import is_tower
 
 if TYPE_CHECKING:
     from msrl.trainer.streaming import Fill
@@ -96,7 +97,13 @@ def transformers_logits(
     rows = torch.tensor([ids + [0] * (max_length - len(ids)) for ids in tokens])
     with torch.inference_mode():
         logits = outputs(model, rows, source.shape)
-    unused = sources.keys() - filled - ({_OUTPUT} if source.shape.tie_word_embeddings else set())
+    tower = {
+        _model_name(name, source.shape)
+        for rule in filter(is_tower, all_rules(source.shape))
+        for name in rule.hf
+    }
+    tied = {_OUTPUT} if source.shape.tie_word_embeddings else set[str]()
+    unused = sources.keys() - filled - tied - tower
     if unused:
         raise RuntimeError(f"transformers' model has no parameter {min(unused)}")
     return [row[: len(ids)].clone() for row, ids in zip(logits, tokens, strict=True)]
@@ -194,8 +201,11 @@ def _model_name(name: str, shape: Shape) -> str:
     if name.startswith("language_model."):
         inner = name.removeprefix("language_model.")
         return inner.replace("model.", "model.language_model.", 1)
-    if shape.family in ("qwen2_vl", "qwen2_5_vl") and name.startswith("model."):
-        return name.replace("model.", "model.language_model.", 1)
+    if shape.vision is not None and shape.vision.prefix == "visual.":
+        if name.startswith("visual."):
+            return f"model.{name}"
+        if name.startswith("model."):
+            return name.replace("model.", "model.language_model.", 1)
     return name
 
 

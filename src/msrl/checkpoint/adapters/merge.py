@@ -24,6 +24,7 @@ from msrl.errors import ManyErrors, MsrlError
 from msrl.models.families import all_rules
 from msrl.models.reward_head import HF_WEIGHT
 from msrl.models.rules import Rule
+from msrl.models.vision import is_tower
 
 _HEAD = "lm_head.weight"
 
@@ -80,9 +81,11 @@ class Adapter:
             MsrlError: A tensor is not part of the model or has another shape.
             ManyErrors: The same for several tensors.
         """
+        rules = list(rules)
         shapes = {
             name: shape for rule in rules for name, shape in zip(rule.hf, rule.shapes, strict=True)
         }
+        in_tower = {name for rule in rules if is_tower(rule) for name in rule.hf}
         shapes_in_adapter = {name: delta.shape for name, delta in self.deltas.items()} | {
             n: tuple(t.shape) for n, t in self.replaced.items()
         }
@@ -96,6 +99,12 @@ class Adapter:
             f"{list(shapes[name])}"
             for name, shape in shapes_in_adapter.items()
             if name in shapes and shape != shapes[name]
+        ]
+        problems += [
+            f"{self.where}: adapts {name} of the vision tower, which is not supported. Train an "
+            "adapter of the language model only."
+            for name in shapes_in_adapter
+            if name in in_tower
         ]
         if len(problems) > 1:
             raise ManyErrors(problems[:20])

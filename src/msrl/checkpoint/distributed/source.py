@@ -11,6 +11,7 @@ from torch import Tensor
 from msrl.checkpoint import tensor_layouts as layouts
 from msrl.checkpoint.distributed.names import GlobalPosition, possible_positions, split_names
 from msrl.checkpoint.distributed.read import GlobalTensors
+from msrl.checkpoint.hf.pass_through import tower_tensors
 from msrl.checkpoint.prediction_layers import refuse_prediction_layers
 from msrl.checkpoint.weights import WeightSource
 from msrl.errors import MsrlError
@@ -18,6 +19,7 @@ from msrl.models.families import all_rules
 from msrl.models.reward_head import OUTPUT_LAYER
 from msrl.models.rules import Rule, Vocab, Zeros
 from msrl.models.shape import Shape
+from msrl.models.vision import is_tower
 
 
 class DistSource(WeightSource):
@@ -31,9 +33,15 @@ class DistSource(WeightSource):
         """
         self.shape, self.hf_dir = shape, hf_dir
         self._folder, self._tensors = folder, GlobalTensors(folder)
-        self._positions = {rule.mcore: self._find(rule) for rule in all_rules(shape)}
+        rules = all_rules(shape)
+        has_tower = any(is_tower(rule) and rule.mcore in self._tensors.stored for rule in rules)
+        # By Megatron's name; older checkpoints have the vision tower in a separate file.
+        self._tower = {} if has_tower else tower_tensors(hf_dir, shape)
+        self._positions = {
+            rule.mcore: self._find(rule) for rule in rules if rule.mcore not in self._tower
+        }
         self._refuse_unexpected()
-        for rule in all_rules(shape):
+        for rule in rules:
             if isinstance(rule.layout, Zeros) and self._unshard(rule).any():
                 raise MsrlError(
                     f"{folder}: {rule.mcore} is not zero, "
@@ -105,6 +113,8 @@ class DistSource(WeightSource):
 
     def _unshard(self, rule: Rule) -> Tensor:
         """Return the tensor as a single rank would hold it."""
+        if rule.mcore in self._tower:
+            return self._tower[rule.mcore].read()
         tensors = [
             self._tensors.read(position.key, position.index)
             for position in self._positions[rule.mcore]
@@ -112,6 +122,8 @@ class DistSource(WeightSource):
         return torch.cat(tensors) if len(tensors) > 1 else tensors[0]
 
     def dtype(self, rule: Rule) -> torch.dtype:
+        if rule.mcore in self._tower:
+            return self._tower[rule.mcore].spec.dtype
         return self._tensors.stored[self._positions[rule.mcore][0].key].dtype
 
     def hf_tensors(self, rule: Rule) -> tuple[Tensor, ...]:

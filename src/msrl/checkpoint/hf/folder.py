@@ -29,6 +29,7 @@ from msrl.models.paths import IRREGULAR, OVERSIZED, is_oversized
 from msrl.models.reward_head import has_classifier, is_scoring, scoring_config
 from msrl.models.rules import Rule
 from msrl.models.shape import Shape
+from msrl.models.vision import published_names
 from msrl.types import ChatFormat
 
 _DTYPE_KEYS = frozenset({"dtype", "torch_dtype"})
@@ -63,6 +64,8 @@ class HfCheckpoint:
             ),
             config,
         )
+        if self.shape.vision is not None:
+            stored = published_names(stored, self.shape.vision)
         self._stored = unstack(stored, stack_sizes(self.shape))
         self.specs = {name: stored.spec for name, stored in self._stored.items()}
         self._check_against(self.shape)

@@ -33,6 +33,7 @@ from msrl.models.reward_head import (
 from msrl.models.rules import Rule, Rules
 from msrl.models.shape import Shape
 from msrl.models.unsupported import UNSUPPORTED
+from msrl.models.vision import with_tower_rules
 
 
 @functools.cache
@@ -100,6 +101,8 @@ def rules_for(shape: Shape) -> Rules:
     else:
         names, experts = getattr(family, "NAMES", LLAMA), getattr(family, "EXPERTS", EXPERTS)
         rules = decoder_rules(shape, names, experts)
+    if shape.vision is not None:
+        rules = with_tower_rules(rules, shape.vision)
     return with_score_rules(rules, shape) if shape.reward_head else rules
 
 

@@ -16,7 +16,7 @@ from msrl.models.gated_delta import delta_layers
 from msrl.models.hf_config import HfConfig
 from msrl.models.layer_rules.names import LLAMA, ExpertNames, Names
 from msrl.models.mixture import aux_loss_coef, layer_experts
-from msrl.models.multimodal import check_sections, language_config
+from msrl.models.multimodal import language_config, with_sections
 from msrl.models.rules import Rules
 from msrl.models.shape import Moe, Shape
 
@@ -53,7 +53,7 @@ def shape(config: HfConfig) -> Shape:
         delta=delta_layers(text, is_fused=False),
     )
     if is_nested:
-        check_sections(text, decoder, default=(11, 11, 10))
+        decoder = with_sections(text, decoder, interleaved=True, default=(11, 11, 10))
     return replace(
         with_attention(decoder, output_gate=True),
         zero_centered_norm=True,

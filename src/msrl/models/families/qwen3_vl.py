@@ -1,7 +1,7 @@
-"""Language model of Qwen3-VL, dense (transformers' `Qwen3VLForConditionalGeneration`).
+"""Qwen3-VL, dense (transformers' `Qwen3VLForConditionalGeneration`).
 
-It is the network of `qwen3.py` under longer names. Only the language model is trained, on text.
-Conversions and training runs copy the vision tower unchanged.
+Its language model is the network of `qwen3.py` under longer names, with three positions per token.
+Its first layers add deeper features of the vision tower to the image tokens.
 """
 
 from __future__ import annotations
@@ -11,8 +11,9 @@ from dataclasses import replace
 from msrl.models.decoder import decoder_shape
 from msrl.models.hf_config import HfConfig
 from msrl.models.layer_rules.names import Names
-from msrl.models.multimodal import check_sections, language_config
+from msrl.models.multimodal import language_config, with_sections
 from msrl.models.shape import Shape
+from msrl.models.vision import read_vision
 
 ARCHITECTURES = ("Qwen3VLForConditionalGeneration",)
 NAMES = Names(
@@ -35,5 +36,8 @@ def shape(config: HfConfig) -> Shape:
         rope_theta=500000.0,
         allow_mrope=True,
     )
-    check_sections(text, decoder, default=(24, 20, 20))
-    return replace(decoder, pass_through=("model.visual.",))
+    decoder = with_sections(text, decoder, interleaved=True, default=(24, 20, 20))
+    vision = read_vision(config, "qwen3", "model.visual.", decoder.hidden_size)
+    if len(vision.deepstack) > decoder.num_layers:
+        config.fail("vision_config", "deepstack_visual_indexes has more entries than layers")
+    return replace(decoder, vision=vision)

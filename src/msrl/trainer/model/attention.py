@@ -89,7 +89,7 @@ def _attend(
     return _in_blocks(masked, query, key, value, window, first)
 
 
-def _upcast(x: Tensor) -> Tensor:
+def upcast(x: Tensor) -> Tensor:
     """Convert heads to float32 if the platform of their device computes attention in it."""
     is_narrow = x.dtype.itemsize < torch.float32.itemsize
     return x.float() if is_narrow and platforms.get(x.device.type).upcast_attention else x
@@ -258,7 +258,7 @@ def block_diagonal_attention(
     sizes = [length * count for length, count in runs]
     # The gradient of a split is one concatenation. The gradient of a slice has the size of all
     # tokens.
-    parts = zip(*(_upcast(x).split(sizes) for x in (query, key, value)), strict=True)
+    parts = zip(*(upcast(x).split(sizes) for x in (query, key, value)), strict=True)
     choices = [None] * len(runs) if choice is None else choice.split(sizes)
     for (length, count), heads, chosen in zip(runs, parts, choices, strict=True):
         q, k, v = (_sequences(x, count, length) for x in heads)
@@ -291,7 +291,7 @@ def context_attention(
     num_ranks, rank = dist.get_world_size(group), dist.get_rank(group)
     outputs: list[Tensor] = []
     start, dtype = 0, query.dtype
-    query, key, value = map(_upcast, (query, key, value))
+    query, key, value = map(upcast, (query, key, value))
     for length, count in equal_runs(context.lengths):
         stop, size = start + length * count, length // (2 * num_ranks)
         k, v = (_sequences(x[start:stop], count, length) for x in (key, value))
@@ -393,7 +393,7 @@ def _ring_attention(
     """Compute the attention over keys and values that travel around a ring."""
     assert context.groups.ring is not None
     scoring = Scoring(traits.factor(query.shape[-1]), traits.window, traits.softcap)
-    query_, key_, value_ = map(_upcast, (query, key, value))
+    query_, key_, value_ = map(upcast, (query, key, value))
     mixed = ring_attention(
         query_, key_, value_, traits.sinks, context.lengths, context.groups.ring, scoring
     )

@@ -30,7 +30,7 @@ from msrl.models.indexer import choosing_layer
 from msrl.models.megatron import transformer_settings
 from msrl.models.parallel_layout import Coords
 from msrl.models.rules import Replicated, Sharded
-from msrl.models.select import select_names
+from msrl.models.select import frozen_names
 from msrl.models.shape import Attention, DeltaNet, Layer, Mla, Moe, Shape
 from msrl.models.stages import stage_tensors
 from msrl.platforms.base import Platform
@@ -339,11 +339,11 @@ def mark_expert_copy(parameter: Tensor) -> None:
 
 
 def freeze(model: torch.nn.Module, shape: Shape, layout: Layout, patterns: Sequence[str]) -> None:
-    """Freeze the parameters that the patterns select.
+    """Freeze the parameters that the patterns select, and the vision tower.
 
-    Raises MsrlError as `models.select.select_names` does.
+    Raises MsrlError as `models.select.frozen_names` does.
     """
-    names = select_names(shape, patterns, key="train.freeze")
+    names = frozen_names(shape, patterns, key="train.freeze")
     parameters = dict(model.named_parameters())
     at = Coords(
         0,

@@ -24,9 +24,11 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from msrl.models.shape import Shape
+from msrl.models.vision import Vision
 from msrl.trainer.model.outputs import HiddenStates
 from msrl.trainer.model.packed import PackedSequences
 from msrl.trainer.model.padding import pad_tokens
+from msrl.trainer.model.vision import VisionTower
 
 
 class PolicyModel(GPTModel):
@@ -44,6 +46,8 @@ class PolicyModel(GPTModel):
         if shape.reward_head and self.post_process:
             del self.output_layer
             self.rm_head = _score_head(self.config)
+        if shape.vision is not None and self.pre_process:
+            self.vision_model = _vision_tower(shape.vision, self.config)
 
     @contextlib.contextmanager
     def logits_in(self, dtype: torch.dtype) -> Iterator[None]:
@@ -126,6 +130,16 @@ class PolicyModel(GPTModel):
                 cast("Tensor", self.output_layer.weight if weight is None else weight)
             )
         return weight
+
+
+def _vision_tower(vision: Vision, config: TransformerConfig) -> VisionTower:
+    """Return the tower; a backward pass computes its blocks again if it does so for all layers."""
+    recomputes = config.recompute_granularity == "full"
+    tower = VisionTower(vision, config.params_dtype, recomputes=recomputes)
+    for parameter in tower.parameters():
+        # Ranks of sequence parallelism have gradients of their own tokens, which Megatron sums.
+        vars(parameter).update(sequence_parallel=config.sequence_parallel)
+    return tower
 
 
 def _score_head(config: TransformerConfig) -> RowParallelLinear:

@@ -36,6 +36,7 @@ _NOT_COMPARED = frozenset(
         "feed_forward.aux_loss_coef",  # of training; config classes have a default for it
         "pass_through",
         "tie_word_embeddings",
+        "vision",
     }
 )
 

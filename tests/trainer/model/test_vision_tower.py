@@ -1,0 +1,81 @@
+"""The vision tower, compared with transformers: features and gradients."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import families
+from families import FAMILIES
+from msrl.trainer.model.vision import VisionTower
+
+GRIDS = [(1, 6, 8), (1, 10, 4), (1, 8, 8), (1, 8, 8), (1, 2, 2)]
+CHANGES = {
+    "qwen2-vl": {},
+    "qwen2.5-vl": {"depth": 3, "window_size": 56, "fullatt_block_indexes": [1]},
+    "qwen3-vl": {"depth": 3, "deepstack_visual_indexes": [0, 2], "num_position_embeddings": 25},
+}
+
+
+def config(name: str) -> dict[str, Any]:
+    """Return a config whose pictures have several windows and positions between entries."""
+    values = copy.deepcopy(FAMILIES[name].config)
+    values["vision_config"] |= CHANGES[name]
+    return values
+
+
+def reference(values: dict[str, Any]) -> torch.nn.Module:
+    import transformers
+
+    model_class = getattr(transformers, values["architectures"][0])
+    torch.manual_seed(0)
+    tower = model_class(model_class.config_class(**copy.deepcopy(values))).model.visual
+    with torch.no_grad():
+        for parameter in tower.parameters():  # every parameter must matter
+            parameter.add_(torch.randn_like(parameter) * 0.1)
+    return tower
+
+
+def relative(left: Tensor, right: Tensor) -> float:
+    return float((left - right).abs().max() / right.abs().max())
+
+
+@pytest.mark.parametrize("recomputes", [False, True])
+@pytest.mark.parametrize("name", CHANGES)
+def test_features_and_gradients_equal_those_of_transformers(name: str, recomputes: bool) -> None:
+    values = config(name)
+    theirs, vision = reference(values), families.shape(values).vision
+    ours = VisionTower(vision, torch.float32, recomputes=recomputes)
+    ours.load_state_dict(theirs.state_dict())
+    patches = torch.randn(sum(rows * columns for _, rows, columns in GRIDS), vision.patch_elements)
+    output = theirs(patches, grid_thw=torch.tensor(GRIDS))
+    expected = [output.pooler_output, *(getattr(output, "deepstack_features", None) or [])]
+    features = ours(patches, GRIDS)
+    assert len(features) == len(expected) == 1 + len(vision.deepstack)
+    assert max(map(relative, features, expected)) < 1e-5
+    weights = [torch.randn_like(each) for each in expected]
+    for outputs in (features, expected):
+        sum((each * weight).sum() for each, weight in zip(outputs, weights, strict=True)).backward()
+    gradients = {key: each.grad for key, each in theirs.named_parameters()}
+    for key, parameter in ours.named_parameters():
+        assert relative(parameter.grad, gradients[key]) < 1e-5, key
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_picture_has_the_same_features_beside_others(name: str) -> None:
+    values = config(name)
+    vision = families.shape(values).vision
+    tower = VisionTower(vision, torch.float32)
+    tower.load_state_dict(reference(values).state_dict())
+    sizes = [rows * columns for _, rows, columns in GRIDS]
+    patches = torch.randn(sum(sizes), vision.patch_elements).split(sizes)
+    with torch.no_grad():
+        together = tower(torch.cat(patches), GRIDS)[0]
+        alone = [tower(each, [grid])[0] for each, grid in zip(patches, GRIDS, strict=True)]
+        swapped = tower(patches[0], [(1, 8, 6)])[0]
+    assert relative(together, torch.cat(alone)) < 1e-5
+    assert relative(swapped, alone[0]) > 1e-3, "rows and columns are interchangeable"
