@@ -37,6 +37,7 @@ from msrl.files import MAX_JSON_BYTES
 from msrl.limits import MIN_OPEN_FILES, TimeLimitError, printable, run_within, whole_number
 from msrl.models.hf_config import end_tokens, read_hf_config
 from msrl.models.paths import TRACKER
+from msrl.processes import limited
 from msrl.rewards.models.worker import text_ids
 from msrl.rollout.episodes.template import open_template
 from msrl.rollout.vllm_server import limit_templates
@@ -443,7 +444,7 @@ def test_a_killed_process_of_chat_templates_is_replaced_at_most_twice(
     def dying(*words: str) -> list[str]:
         return [sys.executable, "-c", code.format(fd=words[-1], log=repr(str(log)))]
 
-    monkeypatch.setattr(chat_rendering, "python_command", dying)
+    monkeypatch.setattr(limited, "python_command", dying)
     limits = chat_rendering.RenderingLimits(time_s=9.0)  # so that another process starts
     monkeypatch.setattr(chat_rendering, "LIMITS", limits)
     with pytest.raises(chat_rendering.RenderingError, match=mentions("killed")):

@@ -8,18 +8,13 @@ the process. Each process that renders has one such process, which it starts whe
 from __future__ import annotations
 
 import os
-import signal
-import socket
-import subprocess
-import sys
 import threading
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import lru_cache
-from multiprocessing.connection import Connection
 from typing import Any, NamedTuple, cast
 
-from msrl.processes.child import python_command
+from msrl.processes.limited import LimitedProcess, is_late, was_killed
 
 
 class RenderingLimits(NamedTuple):
@@ -124,39 +119,24 @@ def named_template(templates: Any, *, has_tools: bool) -> str | None:
 _LOCK = threading.Lock()
 
 
-class _Process:
+class _Process(LimitedProcess):
     """A process that renders. It ends when its connection is closed."""
 
     def __init__(self, limits: RenderingLimits) -> None:
-        ours, theirs = socket.socketpair()
-        with theirs:
-            command = python_command("-m", "msrl.chat_rendering.process", str(theirs.fileno()))
-            self._process = subprocess.Popen(
-                command,
-                env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                pass_fds=[theirs.fileno()],
-            )
+        super().__init__("msrl.chat_rendering.process", limits)
         self._limits = limits
-        self.connection = Connection(ours.detach())
-        self.connection.send(limits)
 
     def end(self) -> int:
         """End the process and return its exit code."""
         _process.cache_clear()
-        self.connection.close()
-        self._process.kill()
-        return self._process.wait()
+        return super().end()
 
     def failure(self) -> RenderingError:
         """Return why the process ended by itself."""
-        with suppress(subprocess.TimeoutExpired):
-            self._process.wait(1.0)  # it closes its connection before it ends
-        code = self.end()
-        if code == -signal.SIGPROF:
+        code = self.exit_code()
+        if is_late(code):
             return RenderingError(f"takes longer than {self._limits.time_s:g} s")
-        if code == -signal.SIGKILL:
+        if was_killed(code):
             return _KilledError("its process was killed")
         return RenderingError(f"its process ended with code {code}")
 

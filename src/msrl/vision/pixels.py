@@ -45,13 +45,7 @@ def image_size(data: bytes) -> tuple[int, int]:
     Raises:
         ImageError: The file is no picture of a supported format, or has too many pixels.
     """
-    image = _open(data)
-    width, height = image.size
-    try:
-        orientation = image.getexif().get(_ORIENTATION)
-    except _DAMAGED as error:
-        raise _damaged(error) from error
-    return (width, height) if orientation in _SIDEWAYS else (height, width)
+    return _shown_size(_open(data))
 
 
 def decode_image(data: bytes, settings: VisionSettings) -> NDArray[np.uint8]:
@@ -76,8 +70,26 @@ def check_image(data: bytes) -> tuple[int, int]:
     Raises:
         ImageError: The file is damaged or no picture of a supported format, or has too many pixels.
     """
-    image = _rgb(_open(data))
-    return image.height, image.width
+    image = _open(data)
+    try:
+        image.load()
+        image.crop((0, 0, 1, 1)).convert("RGB")  # of some modes, there is no conversion
+    except _DAMAGED as error:
+        raise _damaged(error) from error
+    return _shown_size(image)
+
+
+def load_decoders() -> None:
+    """Import Pillow with its decoders."""
+    _pillow().init()
+
+
+def image_form(data: bytes) -> str | None:
+    """Return the format of a picture file by its first bytes, or None for other files."""
+    starts = {b"\xff\xd8\xff": "JPEG", b"\x89PNG\r\n\x1a\n": "PNG", b"BM": "BMP", b"GIF8": "GIF"}
+    if data[:4] == b"RIFF" and data[8:12] == b"WEBP":
+        return "WEBP"
+    return next((form for start, form in starts.items() if data.startswith(start)), None)
 
 
 def cut_patches(
@@ -150,6 +162,16 @@ def _open(data: bytes) -> Image:
     if image.width * image.height > MAX_PIXELS:
         raise _too_large(f"{image.width} x {image.height} pixels")
     return image
+
+
+def _shown_size(image: Image) -> tuple[int, int]:
+    """Return the height and width of a picture after the turn that EXIF asks for."""
+    width, height = image.size
+    try:
+        orientation = image.getexif().get(_ORIENTATION)
+    except _DAMAGED as error:
+        raise _damaged(error) from error
+    return (width, height) if orientation in _SIDEWAYS else (height, width)
 
 
 def _rgb(image: Image) -> Image:

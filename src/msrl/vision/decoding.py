@@ -1,0 +1,96 @@
+"""Checks of picture files in a separate process with limits of memory and time.
+
+Pictures are files of strangers, and decoders are C code. Each process that checks pictures has one
+such process, which it starts when it needs it.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import NamedTuple
+
+from msrl.processes.limited import LimitedProcess, is_late, was_killed
+from msrl.vision.errors import ImageError
+
+
+class DecodingLimits(NamedTuple):
+    """Limits of one picture: CPU time, and memory beyond the size of the process."""
+
+    time_s: float = 30.0  # 89 million pixels take seconds
+    memory_bytes: int = 2 << 30
+
+
+class CheckedImage(NamedTuple):
+    """A picture file that can be used: its size in pixels, as it is shown, and its format."""
+
+    height: int
+    width: int
+    form: str
+
+
+LIMITS = DecodingLimits()
+_ATTEMPTS = 3  # with a picture whose process is killed from outside
+
+
+def check_images(
+    files: Sequence[bytes], *, must_decode: bool = True
+) -> list[CheckedImage | ImageError]:
+    """Return the size of each picture, or why it cannot be used.
+
+    Args:
+        files: Encoded pictures.
+        must_decode: Decode all pixels; otherwise only the headers are read, and a truncated file
+            passes. A PNG file is always decoded, as its EXIF may follow the pixels.
+    """
+    results: list[CheckedImage | ImageError] = []
+    attempts = 0
+    with _LOCK:
+        while len(results) < len(files):
+            process = _process(os.getpid(), LIMITS)
+            try:
+                process.connection.send((must_decode, list(files[len(results) :])))
+                while len(results) < len(files):
+                    results.append(process.connection.recv())
+                    attempts = 0
+            except (EOFError, OSError):
+                code = process.exit_code()
+                attempts += 1
+                if not was_killed(code) or attempts == _ATTEMPTS:
+                    results.append(_failure(code))
+                    attempts = 0
+            except BaseException:  # such as Ctrl-C
+                process.end()
+                raise
+    return results
+
+
+_LOCK = threading.Lock()
+
+
+class _Process(LimitedProcess):
+    """A process that checks pictures."""
+
+    def end(self) -> int:
+        """End the process and return its exit code."""
+        _process.cache_clear()
+        return super().end()
+
+
+@lru_cache(maxsize=1)
+def _process(pid: int, limits: DecodingLimits) -> _Process:
+    """Return the process of process `pid`, since a fork needs another one than its parent."""
+    return _Process("msrl.vision.decoding_process", limits)
+
+
+def _failure(code: int) -> ImageError:
+    """Return why a picture ended the process that checked it."""
+    if is_late(code):
+        problem = f"takes longer than {LIMITS.time_s:g} s to decode. Replace the file."
+        return ImageError("hostile image", problem)
+    if was_killed(code):
+        return ImageError("hostile image", "the process that decoded it was killed. Remove it.")
+    problem = f"the process that decoded it ended with code {code}. Replace the file."
+    return ImageError("hostile image", problem)

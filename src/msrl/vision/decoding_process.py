@@ -1,0 +1,54 @@
+"""Process that checks pictures, started by `decoding.py`.
+
+    python -m msrl.vision.decoding_process FD
+
+FD is the number of a connection. The process receives a `DecodingLimits`, then requests: whether
+pictures are decoded, and their files. It answers with a `CheckedImage` or an `ImageError` for each
+file. The process ends with its input.
+"""
+
+from __future__ import annotations
+
+import signal
+import sys
+from multiprocessing.connection import Connection
+
+from msrl.processes.limits import limit_memory
+from msrl.processes.parent import leave_signals_to_parent
+from msrl.vision.decoding import CheckedImage, DecodingLimits
+from msrl.vision.errors import ImageError
+from msrl.vision.pixels import check_image, image_form, image_size, load_decoders
+
+
+def main() -> None:
+    """Check pictures until the input ends."""
+    leave_signals_to_parent()
+    connection = Connection(int(sys.argv[1]))
+    limits: DecodingLimits = connection.recv()
+    load_decoders()  # before the limit of memory holds
+    limit_memory(limits.memory_bytes)
+    while True:
+        try:
+            must_decode, files = connection.recv()
+        except EOFError:
+            return
+        for data in files:
+            signal.setitimer(signal.ITIMER_PROF, limits.time_s)
+            answer = _check(data, limits, must_decode=must_decode)
+            signal.setitimer(signal.ITIMER_PROF, 0.0)
+            connection.send(answer)
+
+
+def _check(data: bytes, limits: DecodingLimits, *, must_decode: bool) -> CheckedImage | ImageError:
+    try:
+        height, width = check_image(data) if must_decode else image_size(data)
+        return CheckedImage(height, width, image_form(data) or "")
+    except MemoryError:
+        memory = f"{limits.memory_bytes >> 20:,} MiB"
+        return ImageError("hostile image", f"needs more than {memory} of memory. Replace the file.")
+    except ImageError as error:
+        return error
+
+
+if __name__ == "__main__":
+    main()
