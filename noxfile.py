@@ -76,7 +76,7 @@ nox.options.sessions = ["lint", "types", "layers", "tests"]
 def quickstart(session: nox.Session) -> None:
     """Train a small random model on arithmetic with SFT and GRPO, using the real commands."""
     install(session, "cpu,dev")
-    python(session, "examples/quickstart/run.py", *session.posargs)
+    run_example(session, "examples/quickstart/run.py", *session.posargs)
 
 
 @nox.session
@@ -244,27 +244,32 @@ def learning(session: nox.Session) -> None:
     An interrupted session resumes.
     """
     install(session, "cpu,dev")
-    python(session, "-m", "benchmarks.learning", *session.posargs)
+    run_example(session, "-m", "benchmarks.learning", *session.posargs)
 
 
 @nox.session
 def agent(session: nox.Session) -> None:
     """Check that an agent learns in several turns: `-- [--seeds N...] [--task NAME...]`."""
     install(session, "cpu,dev")
-    python(session, "examples/agent/run.py", *session.posargs)
+    run_example(session, "examples/agent/run.py", *session.posargs)
 
 
 @nox.session
 def chain(session: nox.Session) -> None:
     """Run SFT, a reward model, GRPO against it and a distillation: `-- [--seeds N]`."""
     install(session, "cpu,dev")
-    python(session, "examples/chain/run.py", *session.posargs)
+    run_example(session, "examples/chain/run.py", *session.posargs)
 
 
 def run_tests(session: nox.Session, *options: str) -> None:
     """Run pytest in parallel with these options and those after `--`."""
     install(session, "cpu,dev")
     python(session, "-m", "pytest", *options, *parallel_options(), *session.posargs)
+
+
+def run_example(session: nox.Session, *args: str) -> None:
+    """Run this environment's Python, offline and with the number of threads that users have."""
+    session.run(sys.executable, *args, env=OFFLINE | BYTECODE_FILES)
 
 
 def python(session: nox.Session, *args: str) -> None:

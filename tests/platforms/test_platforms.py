@@ -69,6 +69,7 @@ def test_a_platform_defines_the_required_attributes(name):
 
 def test_cpu_threads_spin_briefly_unless_a_process_has_only_one(monkeypatch):
     monkeypatch.setattr(type(get("cpu")), "device_count", lambda self: 4)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     for environment in (get("cpu").worker_environment, get("cpu").engine_environment):
         shared, single = environment(2), environment(4)
         assert (
@@ -77,6 +78,19 @@ def test_cpu_threads_spin_briefly_unless_a_process_has_only_one(monkeypatch):
             and shared["OMP_WAIT_POLICY"] == "PASSIVE"
         )
         assert single["OMP_NUM_THREADS"] == "1" and "GOMP_SPINCOUNT" not in single
+
+
+@pytest.mark.parametrize(
+    ("variable", "num_threads"),
+    [("1", "1"), ("3,2", "3"), ("100", "4"), ("0", "1"), ("", "4"), ("all", "4")],
+)
+def test_omp_num_threads_of_the_user_is_the_largest_number_of_threads(
+    variable, num_threads, monkeypatch
+):
+    monkeypatch.setattr(type(get("cpu")), "device_count", lambda self: 4)
+    monkeypatch.setenv("OMP_NUM_THREADS", variable)
+    for environment in (get("cpu").worker_environment(1), get("cpu").engine_environment(1)):
+        assert environment["OMP_NUM_THREADS"] == num_threads
 
 
 # glibc's mallinfo2 (malloc.h): the fourth number counts regions that are mapped one by one.

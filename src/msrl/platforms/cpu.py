@@ -137,9 +137,13 @@ class CpuPlatform(Platform):
     def _process_environment(self, num_processes: int) -> Mapping[str, str]:
         """Return the environment of one of `num_processes` processes that compute simultaneously.
 
-        Processes of other roles wait in the meantime.
+        Processes of other roles wait in the meantime. OMP_NUM_THREADS of this process is the
+        largest number of threads, for machines that run other work too.
         """
         num_threads = max(1, self.device_count() // num_processes)
+        limit = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0]  # of the outermost level
+        if limit.isdecimal():
+            num_threads = max(1, min(num_threads, int(limit)))
         # Spin iterations of 10 to 140 cycles each. Sleeping and waking up after every parallel loop
         # would take longer.
         spin = {"GOMP_SPINCOUNT": "100000"} if num_threads > 1 else {}
