@@ -131,15 +131,16 @@ def test_torch_of_an_engine_in_this_process_finds_its_variables(
         "class TorchImport:\n"
         "    def find_spec(self, name, path=None, target=None):\n"
         "        if name == 'torch':\n"
-        "            names = 'OMP_WAIT_POLICY', 'TORCH_CPP_LOG_LEVEL'\n"
+        "            names = 'OMP_WAIT_POLICY', 'GOMP_SPINCOUNT', 'TORCH_CPP_LOG_LEVEL'\n"
         "            print([os.environ.get(name) for name in names], flush=True)\n"
         "            os._exit(0)\n"
         "sys.meta_path.insert(0, TorchImport())\n"
         "from msrl.cli.app import main\n"
         "main()\n"
     )
-    monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
-    assert run_python(program, *command, "model")[0] == "['PASSIVE', 'ERROR']\n"
+    for name in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT"):
+        monkeypatch.delenv(name, raising=False)
+    assert run_python(program, *command, "model")[0] == "['PASSIVE', '100000', 'ERROR']\n"
 
 
 def run_python(program: str, *arguments: str) -> tuple[str, float]:

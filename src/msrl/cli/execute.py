@@ -105,7 +105,10 @@ def execute(
 
 def _set_library_variables() -> None:
     """Set variables that torch reads when it is imported, unless the user has set them."""
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # threads of the engine share the cores
+    from msrl.platforms.cpu import WAITING_THREADS
+
+    for name, value in WAITING_THREADS.items():
+        os.environ.setdefault(name, value)
     if not os.environ.get("MSRL_VERBOSE"):
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 

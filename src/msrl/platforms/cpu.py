@@ -37,6 +37,10 @@ _FACTORIES = (
     "full_like",
 )
 
+# Spinning for long would delay the thread that a thread waits for. Sleeping and waking up after
+# every parallel loop would take longer than these iterations of 10 to 140 cycles.
+WAITING_THREADS = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "100000"}
+
 # By default glibc returns freed memory to the kernel, which clears every page again for the next
 # tensor. That takes a third of the time of a step, so freed memory is kept and new memory is
 # allocated in huge pages (glibc manual, "Memory Allocation Tunables"). Tensors of more than 32 MiB
@@ -144,14 +148,9 @@ class CpuPlatform(Platform):
         limit = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0]  # of the outermost level
         if limit.isdecimal():
             num_threads = max(1, min(num_threads, int(limit)))
-        # Spin iterations of 10 to 140 cycles each. Sleeping and waking up after every parallel loop
-        # would take longer.
-        spin = {"GOMP_SPINCOUNT": "100000"} if num_threads > 1 else {}
         return {
             "OMP_NUM_THREADS": str(num_threads),
-            # A thread that spins for long would delay the thread that it waits for.
-            "OMP_WAIT_POLICY": "PASSIVE",
-            **spin,
+            **(WAITING_THREADS if num_threads > 1 else {"OMP_WAIT_POLICY": "PASSIVE"}),
             "TORCHDYNAMO_DISABLE": "1",
             "GLIBC_TUNABLES": _ALLOCATOR,
         }
