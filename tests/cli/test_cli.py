@@ -51,7 +51,7 @@ def msrl(*arguments: str) -> int:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "argv", ["msrl", *arguments])
         try:
-            cli.main()
+            cli.run()
         except SystemExit as done:
             return done.code if isinstance(done.code, int) else int(done.code is not None)
     return 0

@@ -6,6 +6,7 @@ Exit codes: 0 success, 1 internal failure, 2 user or environment error, 130 inte
 from __future__ import annotations
 
 import errno
+import gc
 import os
 import sys
 from typing import Annotated, Any
@@ -31,6 +32,7 @@ from msrl.errors import MsrlError, ProcessFailedError, RunFailedError, Verificat
 from msrl.files import FULL_DISK
 from msrl.limits import printable, shortened
 from msrl.packages import missing_package
+from msrl.processes.interpreter import quick_end
 
 STACK = (
     "torch",
@@ -158,7 +160,14 @@ def root(
 
 
 def main() -> None:
-    """Run the console script.
+    """Run the console script, and end the process quickly."""
+    gc.set_threshold(10_000)  # imports create many objects that stay, and hardly any garbage
+    with quick_end():
+        run()
+
+
+def run() -> None:
+    """Run the command of `sys.argv`; an error becomes a message and an exit code.
 
     Characters that the encoding of standard output cannot represent are escaped.
     """

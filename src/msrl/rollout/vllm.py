@@ -28,6 +28,7 @@ from msrl.models.families import load_shape
 from msrl.platforms import bind_stores, share_gloo_devices
 from msrl.platforms._quiet import quiet_processes  # no import of its package: it is a main module
 from msrl.platforms.base import Platform
+from msrl.processes.interpreter import no_collections
 from msrl.rollout.engine import (
     EngineSettings,
     NewTokens,
@@ -474,7 +475,8 @@ def _start(arguments: dict[str, Any], settings: EngineSettings, folder: Path) ->
             logging.getLogger("vllm").setLevel(logging.ERROR)
             for name in _LOSS_LOGGERS:  # vLLM resets their levels, but not their filters
                 logging.getLogger(name).addFilter(_drop)
-        import vllm
+        with no_collections():
+            import vllm
 
         share_gloo_devices()
         bind_stores()
@@ -484,7 +486,7 @@ def _start(arguments: dict[str, Any], settings: EngineSettings, folder: Path) ->
         registry.addFilter(inspection)
         try:
             quiet = contextlib.nullcontext() if settings.verbose else quiet_processes()
-            with temporary.redirect(folder), quiet:
+            with temporary.redirect(folder), quiet, no_collections():  # it imports much more
                 return vllm.LLM(**arguments)
         # vLLM raises ValueError for a configuration that it refuses; TypeError for an option.
         except (ValueError, TypeError) as error:

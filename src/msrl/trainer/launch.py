@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import gc
 import importlib
 import logging
 import os
@@ -38,6 +39,7 @@ from msrl.processes.fork_template import (
     StartedProcess,
     fork_ranks,
 )
+from msrl.processes.interpreter import no_collections, quick_end
 from msrl.processes.parent import end_with_parent, leave_signals_to_parent
 from msrl.trainer.heartbeats import RankHeartbeats, begin_heartbeats
 
@@ -290,6 +292,11 @@ def _command(kind: str, *arguments: object) -> list[str]:
 
 def main() -> None:
     """Run one rank, or fork all ranks of this machine; the entry point of these processes."""
+    with quick_end():
+        _main()
+
+
+def _main() -> None:
     kind, num_ranks, platform, job, parent, *descriptors = sys.argv[1:]
     leave_signals_to_parent()
     end_with_parent(int(parent))
@@ -305,11 +312,13 @@ def _fork(num_ranks: int, job: Path, arguments: Sequence[str], platform: Platfor
     """Import what the ranks need and fork them."""
     pipes, control = [int(number) for number in arguments[0].split(",")], int(arguments[1])
     template, prepare = os.getpid(), platform.prepare
-    with contextlib.suppress(Exception):  # each rank fails in the same way and reports it
+    # Each rank fails in the same way and reports it.
+    with contextlib.suppress(Exception), no_collections():
         prepare()
         prepare = _do_nothing
         importlib.import_module("msrl.trainer.rank")
         pickle.loads(job.read_bytes())
+    gc.freeze()  # no collection of a rank visits, and so copies, what it shares with the others
 
     def run(rank: int) -> None:
         end_with_parent(template)
@@ -335,11 +344,13 @@ def _run(
     begin_heartbeats(job.parent, rank)
     with connection.Connection(descriptor) as pipe:
         try:
-            prepare()
-            target, payload = pickle.loads(job.read_bytes())
-            module, _, function = target.partition(":")
+            with no_collections():
+                prepare()
+                target, payload = pickle.loads(job.read_bytes())
+                module, _, name = target.partition(":")
+                function = getattr(importlib.import_module(module), name)
             context = RankContext(rank, num_ranks, _init_method(job.parent), pipe)
-            getattr(importlib.import_module(module), function)(context, payload)
+            function(context, payload)
         except MsrlError as error:
             pipe.send(("mistake", str(error)))
         except BaseException:

@@ -8,7 +8,6 @@ Commands that tests start (`training_runs.Command`) import for themselves.
 
 from __future__ import annotations
 
-import atexit
 import gc
 import os
 import pickle
@@ -137,7 +136,6 @@ def main() -> None:
                 os.close(number)
             signal.set_wakeup_fd(-1)
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-            atexit.register(gc.unfreeze)  # extension modules report objects that are never freed
             _become(*pickle.loads(request), fds[1:], path)
             return launch.main()
         statuses[pid] = fds[0]

@@ -65,13 +65,13 @@ class FullDisk(Runner):
 
     def run_full(self, pattern: str, *arguments: str) -> tuple[int, str]:
         """Run `msrl ARGUMENTS`; return its exit code and what it wrote to standard error."""
-        from msrl.cli.app import main
+        from msrl.cli.app import run
 
         self.full = re.compile(pattern) if pattern else None
         sys.argv = ["msrl", *arguments]
         with contextlib.redirect_stderr(io.StringIO()) as errors:
             try:
-                main()
+                run()
             except SystemExit as end:
                 return int(end.code or 0), errors.getvalue()
         return 0, errors.getvalue()

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from msrl.platforms import get
+from msrl.processes.interpreter import no_collections
 from msrl.rollout.weights.channel import ChannelAddress
 from msrl.rollout.weights.digest import Digests
 from msrl.trainer.checkpointing.resume import Retention, SavedTraining
@@ -104,9 +105,10 @@ class TrainWorker:
         Returns:
             The rank's position, and the workflow's state in the checkpoint.
         """
-        from msrl.trainer.checkpointing import state as checkpoints
-        from msrl.trainer.checkpointing.saver import Saver
-        from msrl.trainer.rank import TrainingRank
+        with no_collections():
+            from msrl.trainer.checkpointing import state as checkpoints
+            from msrl.trainer.checkpointing.saver import Saver
+            from msrl.trainer.rank import TrainingRank
 
         settings = self._settings
         if resume is not None:
@@ -327,7 +329,8 @@ class TrainActor(TrainWorker):
         for number in (signal.SIGTERM, signal.SIGHUP):
             signal.signal(number, signal.SIG_IGN)
         skip_wandb()
-        get(self._settings.platform).prepare()
+        with no_collections():
+            get(self._settings.platform).prepare()
         quiet_megatron()
         started = super().start(init_method, resume, saves)
         if self._rendezvous is not None:
