@@ -55,25 +55,29 @@ class Message:
 
     `content` includes thoughts and tool calls as text. `fields` has them separately, in OpenAI's
     form, for chat templates that render them; None if role and content say everything. An answer
-    with `is_trained=False` is context only: the loss mask leaves it out.
+    with `is_trained=False` is context only: the loss mask leaves it out. `images` are the sources
+    of images as the row names them; the content has one mark for each (`data/images/marks.py`).
     """
 
     role: Role
     content: str
     fields: Mapping[str, Any] | None = None
     is_trained: bool = True
+    images: tuple[Any, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
     """One row of a dataset as messages.
 
-    `answer` is the ground truth for verifiers. `extra` has the pass-through columns.
+    `answer` is the ground truth for verifiers. `extra` has the pass-through columns. `images` are
+    the images of all messages, once their files are read.
     """
 
     messages: tuple[Message, ...]
     answer: str | None = None
     extra: Mapping[str, str] = field(default_factory=dict[str, str])
+    images: tuple[Image, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,17 +107,19 @@ class RenderedExample:
     """Conversation as tokens. `loss_mask` is True for tokens that are trained on.
 
     A text with labeled steps has `labels`: the token to predict at each placeholder, which the loss
-    mask selects.
+    mask selects. `images` are in the order of their tokens.
     """
 
     token_ids: Ints  # [T]
     loss_mask: Bools  # [T]
     labels: Ints | None = None  # [T]
+    images: tuple[PlacedImage, ...] = ()
 
     def truncate(self, length: int) -> RenderedExample:
-        """Return the first `length` tokens."""
+        """Return the first `length` tokens, which must have all tokens of its images."""
         labels = None if self.labels is None else self.labels[:length]
-        return RenderedExample(self.token_ids[:length], self.loss_mask[:length], labels)
+        ids, mask = self.token_ids[:length], self.loss_mask[:length]
+        return RenderedExample(ids, mask, labels, self.images)
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,6 +165,8 @@ class DatasetManifest:
     date: str = ""  # day that the chat template may write into the rows (YYYY-MM-DD)
     # Files by the part of their name that follows the prefix.
     files: Mapping[str, FileRecord] = field(default_factory=dict[str, "FileRecord"])
+    # Settings of the images, their number, and the version of Pillow. Empty without images.
+    vision: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,13 +204,15 @@ class SamplingParams:
 class Prompt:
     """Prompt as token ids, which the engine receives unchanged.
 
-    `index` is the row of the dataset, and `answer` is the ground truth.
+    `index` is the row of the dataset, and `answer` is the ground truth. `images` are in the order
+    of their tokens.
     """
 
     index: int
     token_ids: Ints  # [P]
     answer: str = ""
     extra: Mapping[str, str] = field(default_factory=dict[str, str])
+    images: tuple[PlacedImage, ...] = ()
 
 
 FinishReason = Literal["stop", "length", "turns", "time", "fault"]

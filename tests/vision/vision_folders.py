@@ -2,6 +2,8 @@
 
 import io
 import json
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -46,3 +48,42 @@ def encoded(image, form="PNG", **options):
     file = io.BytesIO()
     image.save(file, form, **options)
     return file.getvalue()
+
+
+SPECIALS = (
+    "<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>",
+    "<|vision_pad|>", "<|image_pad|>", "<|video_pad|>",
+)  # fmt: skip
+TEMPLATE = (
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{% if m['content'] is string %}"
+    "{{ m['content'] }}{% else %}{% for c in m['content'] %}"
+    "{% if c['type'] == 'image' or 'image' in c or 'image_url' in c %}"
+    "<|vision_start|><|image_pad|><|vision_end|>{% elif 'text' in c %}{{ c['text'] }}{% endif %}"
+    "{% endfor %}{% endif %}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def make_vision_tokenizer() -> Any:
+    """Return a tokenizer with one token per byte, the tokens of images and a chat template."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocab = {token: number for number, token in enumerate((*SPECIALS, *alphabet))}
+    bpe = Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    bpe.add_special_tokens(list(SPECIALS))
+    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bpe.decoder = decoders.ByteLevel()
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=bpe, eos_token="<|im_end|>", pad_token="<|endoftext|>"
+    )
+    tokenizer.chat_template = TEMPLATE
+    return tokenizer
+
+
+def write_vision_model(folder: Path) -> Path:
+    """Write the configuration and the tokenizer of a vision-language model."""
+    write_folder(folder)
+    make_vision_tokenizer().save_pretrained(folder)
+    return folder

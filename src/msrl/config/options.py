@@ -185,6 +185,16 @@ OPTIONS = (
         _option("preprocess.append_eod"),
         _option("preprocess.show"),
     ),
+    *_panel(
+        "Images",
+        ("preprocess",),
+        _option("preprocess.min_pixels"),
+        _option("preprocess.max_pixels", "--image-max-pixels"),
+        _option("preprocess.max_images"),
+        _option("preprocess.image_root", metavar="DIR"),
+        _option("preprocess.images", metavar="ACTION"),
+        _option("preprocess.verify_images", metavar="CHECK"),
+    ),
     *_panel("Model", ("generate",), *_model("generate"), _option("generate.engine")),
     *_panel(
         "Prompts",

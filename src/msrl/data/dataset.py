@@ -20,6 +20,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from msrl.data.images.files import ImageReader
 from msrl.data.indexed import IndexedReader
 from msrl.data.integrity import StrayToken, stray_token
 from msrl.data.manifest import (
@@ -30,7 +31,7 @@ from msrl.data.manifest import (
     read_manifest,
 )
 from msrl.errors import MsrlError
-from msrl.types import DatasetManifest, Ints, Prompt, RenderedExample
+from msrl.types import DatasetManifest, Ints, PlacedImage, Prompt, RenderedExample
 
 IGNORE = -100
 _LOG = logging.getLogger(__name__)
@@ -53,14 +54,18 @@ class SftDataset:
                     f"{other.name}.idx: row lengths differ from {self._ids.name}.idx: the files "
                     "are not from the same run. Preprocess the data again."
                 )
+        self.images = open_images(prefix, self.manifest, len(self._ids))
 
     def __len__(self) -> int:
         return len(self._ids)
 
     def __getitem__(self, number: int) -> tuple[RenderedExample, ...]:
         ids, mask, labels = self._ids[number], self._masks[number], self._labels[number]
+        placed = () if self.images is None else self.images[number]
         return tuple(
-            RenderedExample(ids[span].astype(np.int64), labels[span] != IGNORE)
+            RenderedExample(
+                ids[span].astype(np.int64), labels[span] != IGNORE, images=_within(placed, span)
+            )
             for span in _example_spans(mask)
         )
 
@@ -125,6 +130,7 @@ class PromptDataset:
                 f"{answers_path(prefix)}: no such file, so the answers exist as tokens only. "
                 "Set model.tokenizer to decode them."
             )
+        self.images = open_images(prefix, self.manifest, len(self._ids))
         num_answers = len(self._answers if self._answers is not None else self._labels or ())
         if num_answers != len(self._ids):
             raise MsrlError(
@@ -140,7 +146,8 @@ class PromptDataset:
         token_ids: Ints = self._ids[index].astype(np.int64)
         if self._answers is not None:
             line = json.loads(self._answers[index])
-            return Prompt(index, token_ids, line["answer"], line.get("extra", {}))
+            images = () if self.images is None else self.images[index]
+            return Prompt(index, token_ids, line["answer"], line.get("extra", {}), images)
         assert self._labels is not None and self._decode is not None
         return Prompt(index, token_ids, self._decode(self._labels[index].tolist()))
 
@@ -157,9 +164,14 @@ class PromptDataset:
         return next((stray for stray in strays if stray is not None), None)
 
     @property
+    def lengths(self) -> NDArray[np.int32]:
+        """The number of tokens of every prompt."""
+        return self._ids.lengths
+
+    @property
     def max_tokens(self) -> int:
         """The length of the longest prompt in tokens."""
-        return int(self._ids.lengths.max())
+        return int(self.lengths.max())
 
 
 class PromptMixture:
@@ -240,6 +252,27 @@ def _example_spans(mask: NDArray[np.int32]) -> list[slice]:
     """Return the spans of equal nonzero values in an attention mask: the examples of a row."""
     bounds = [0, *(np.flatnonzero(np.diff(mask)) + 1).tolist(), len(mask)]
     return [slice(a, b) for a, b in pairwise(bounds) if b > a and mask[a] != 0]
+
+
+def _within(placed: Sequence[PlacedImage], span: slice) -> tuple[PlacedImage, ...]:
+    """Return the images of a row that begin in a span, with their places in it."""
+    return tuple(
+        replace(image, offset=image.offset - span.start)
+        for image in placed
+        if span.start <= image.offset < span.stop
+    )
+
+
+def open_images(
+    prefix: str, manifest: DatasetManifest | None, num_sequences: int
+) -> ImageReader | None:
+    """Return the images of a dataset, or None for data without images.
+
+    Raises:
+        MsrlError: a file of the images is missing or damaged.
+    """
+    has_images = manifest is not None and bool(manifest.vision)
+    return ImageReader(prefix, num_sequences) if has_images else None
 
 
 def _open(prefix: str, key: str) -> IndexedReader:

@@ -61,6 +61,13 @@ def bad_rows_path(prefix: str) -> Path:
     return Path(f"{prefix}_bad_rows.jsonl")
 
 
+def image_paths(prefix: str, *, is_linked: bool = False) -> tuple[Path, ...]:
+    """Return the files of the images of a dataset (`data/images/files.py`)."""
+    names = ("images.jsonl", "image_rows.bin", "image_rows.idx")
+    names = names if is_linked else ("images.bin", "images.idx", *names)
+    return tuple(Path(f"{prefix}_{name}") for name in names)
+
+
 def reason_text(reason: str) -> str:
     """Return the reason of dropped rows as text. Names of columns in it stay as they are."""
     if reason == "turn_order":
@@ -76,7 +83,8 @@ def all_paths(prefix: str) -> tuple[Path, ...]:
     """Return every file that a dataset of any kind can have under this prefix."""
     names = {dataset_name(prefix, kind, key) for kind, keys in KEYS.items() for key in keys}
     data = [Path(f"{name}.{suffix}") for name in sorted(names) for suffix in ("bin", "idx")]
-    return (*data, answers_path(prefix), bad_rows_path(prefix), manifest_path(prefix))
+    images = image_paths(prefix)
+    return (*data, *images, answers_path(prefix), bad_rows_path(prefix), manifest_path(prefix))
 
 
 def has_data(prefix: str) -> bool:
@@ -109,8 +117,11 @@ def fingerprint(prefix: str) -> str:
 
 
 def manifest_text(manifest: DatasetManifest) -> str:
-    """Return the manifest as JSON."""
-    return json.dumps(dataclasses.asdict(manifest), ensure_ascii=False, indent=1) + "\n"
+    """Return the manifest as JSON. That of data without images has no key `vision`."""
+    values = dataclasses.asdict(manifest)
+    if not manifest.vision:
+        del values["vision"]
+    return json.dumps(values, ensure_ascii=False, indent=1) + "\n"
 
 
 def read_manifest(prefix: str) -> DatasetManifest | None:

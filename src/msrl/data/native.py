@@ -29,6 +29,7 @@ from msrl.chat_rendering.client import (
     render_chats,
     template_variables,
 )
+from msrl.data.images.marks import IMAGE
 from msrl.data.spans import encode_with_offsets
 from msrl.data.template_date import with_fixed_day, writes_date
 from msrl.data.templates.form import Template
@@ -99,10 +100,16 @@ def dated_template(tokenizer: TextTokenizer) -> str:
 
 
 def native_prompts(
-    tokenizer: TextTokenizer, conversations: Sequence[Conversation], enable_thinking: bool | None
+    tokenizer: TextTokenizer,
+    conversations: Sequence[Conversation],
+    enable_thinking: bool | None,
+    image_text: str = "",
 ) -> list[Ints]:
-    """Return the token ids [P] of each conversation, including the generation prompt."""
-    prepared = [_prepare(tokenizer, item, enable_thinking) for item in conversations]
+    """Return the token ids [P] of each conversation, including the generation prompt.
+
+    `image_text` are the control tokens of an image, as text.
+    """
+    prepared = [_prepare(tokenizer, item, enable_thinking, image_text) for item in conversations]
     chats = [
         Chat(turns.template, _variables(tokenizer, turns, len(turns.messages), generation=True))
         for turns in prepared
@@ -118,6 +125,7 @@ def native_examples(
     tokenizer: TextTokenizer,
     conversations: Sequence[Conversation],
     enable_thinking: bool | None,
+    image_text: str = "",
     *,
     only_last: bool = False,
 ) -> list[RenderedExample]:
@@ -129,7 +137,7 @@ def native_examples(
     Raises:
         MsrlError: the template does not allow to locate the answers.
     """
-    prepared = [_prepare(tokenizer, item, enable_thinking) for item in conversations]
+    prepared = [_prepare(tokenizer, item, enable_thinking, image_text) for item in conversations]
     for turns, conversation in zip(prepared, conversations, strict=True):
         is_open = turns.opens_thought
         _check_thoughts(turns.template, conversation, opens_thought=is_open)
@@ -335,9 +343,16 @@ def _check_answer(tokenizer: TextTokenizer, answer: str, content: str, number: i
 
 
 def _prepare(
-    tokenizer: TextTokenizer, conversation: Conversation, enable_thinking: bool | None
+    tokenizer: TextTokenizer,
+    conversation: Conversation,
+    enable_thinking: bool | None,
+    image_text: str,
 ) -> _Turns:
-    """Return a conversation in the form of the chat template, with marked control tokens."""
+    """Return a conversation in the form of the chat template, with marked control tokens.
+
+    A content with images is a text with their control tokens. The templates of vision-language
+    models write the same for a list of parts.
+    """
     template = _template(tokenizer, has_tools=bool(conversation.extra.get("tools")))
     is_open = _opens_thought(tokenizer.folder, tokenizer.date, enable_thinking)
     messages = [
@@ -362,6 +377,10 @@ def _prepare(
         options["enable_thinking"] = enable_thinking
     pattern = control_pattern(tokenizer.special_tokens())
     marked = [mark_controls(message, pattern) for message in messages]
+    if conversation.images:
+        for turn in marked:
+            if turn["role"] == "user":
+                turn["content"] = turn["content"].replace(IMAGE, image_text)
     return _Turns(template, marked, mark_controls(options, pattern), is_open)
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
-from msrl.data.dataset import IGNORE, open_reader, require_kind
+from msrl.data.dataset import IGNORE, open_images, open_reader, require_kind
 from msrl.data.indexed import IndexedReader
 from msrl.data.integrity import StrayToken, stray_token
 from msrl.data.manifest import KEYS, dataset_name
@@ -48,7 +48,7 @@ def fit(
     if is_long and not must_truncate:
         return "too_long"
     if is_long:
-        sides = tuple(RenderedExample(s.token_ids[:limit], s.loss_mask[:limit]) for s in sides)
+        sides = tuple(side.truncate(limit) for side in sides)  # images precede the answer
     if len(sides) == 2 and _prompt(sides[0], starts[0]) != _prompt(sides[1], starts[1]):
         return "different_prompts"
     if len(sides) == 2 and np.array_equal(sides[0].token_ids, sides[1].token_ids):
@@ -97,6 +97,7 @@ class PreferenceDataset:
         has_values = kind == "labeled" or Path(f"{values}.idx").is_file()
         self._values = open_reader(prefix, values) if has_values else None
         self._check_lengths()
+        self.images = open_images(prefix, self.manifest, len(self) * len(self._sides))
 
     @property
     def prefixes(self) -> tuple[str, ...]:
@@ -122,9 +123,11 @@ class PreferenceDataset:
         return next((stray for stray in strays if stray is not None), None)
 
     def _examples(self, number: int) -> Iterator[RenderedExample]:
-        for side in self._sides:
+        for position, side in enumerate(self._sides):
             ids, labels = side.ids[number], side.labels[number]
-            yield RenderedExample(ids.astype(np.int64), labels != IGNORE)
+            sequence = number * len(self._sides) + position
+            images = () if self.images is None else self.images[sequence]
+            yield RenderedExample(ids.astype(np.int64), labels != IGNORE, images=images)
 
     def _check_lengths(self) -> None:
         """Raise MsrlError if the files do not belong together."""

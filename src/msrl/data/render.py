@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
+from msrl.data.images.marks import IMAGE
 from msrl.data.native import native_examples, native_prompts
 from msrl.data.preferences import last_answer_only
 from msrl.data.spans import Span, encode
@@ -25,7 +26,8 @@ class Renderer:
     """A template with a tokenizer.
 
     `enable_thinking` has the meaning of Qwen3's and is only for templates with thoughts: with None
-    and True the model writes its thought, with False it gets an empty one.
+    and True the model writes its thought, with False it gets an empty one. `image_text` are the
+    control tokens of one image as text, with one image token (`data/images/load.py` repeats it).
     """
 
     template: Template
@@ -33,6 +35,7 @@ class Renderer:
     enable_thinking: bool | None
     eos_token_id: int | None
     stop_token_ids: tuple[int, ...]
+    image_text: str = ""
 
     def examples(self, conversations: Sequence[Conversation]) -> list[RenderedExample]:
         """Return the token ids and loss mask of each conversation.
@@ -41,7 +44,9 @@ class Renderer:
         row excludes.
         """
         if self.template.native:
-            return native_examples(self.tokenizer, conversations, self.enable_thinking)
+            return native_examples(
+                self.tokenizer, conversations, self.enable_thinking, self.image_text
+            )
         return self._encode([self.spans(c) for c in conversations])
 
     def last_answers(self, conversations: Sequence[Conversation]) -> list[RenderedExample]:
@@ -50,8 +55,13 @@ class Renderer:
         A mask is empty if the template does not train that answer.
         """
         if self.template.native:
-            thinking = self.enable_thinking
-            return native_examples(self.tokenizer, conversations, thinking, only_last=True)
+            return native_examples(
+                self.tokenizer,
+                conversations,
+                self.enable_thinking,
+                self.image_text,
+                only_last=True,
+            )
         return [last_answer_only(example) for example in self.examples(conversations)]
 
     def has_thought(self, answer: str) -> bool:
@@ -67,7 +77,9 @@ class Renderer:
         The last turn of a conversation is a question or a tool response.
         """
         if self.template.native:
-            return native_prompts(self.tokenizer, conversations, self.enable_thinking)
+            return native_prompts(
+                self.tokenizer, conversations, self.enable_thinking, self.image_text
+            )
         rows = [[*self.spans(c, is_prompt=True), *self.generation_prompt()] for c in conversations]
         return [example.token_ids for example in self._encode(rows)]
 
@@ -102,7 +114,18 @@ class Renderer:
                 spans += _fill(form, turn.content, before)
         if template.end and turns and turns[-1].role == "assistant":
             spans.append(Span(template.end, is_trained=True, is_masked=not turns[-1].is_trained))
+        if conversation.images:
+            spans = [part for span in spans for part in self._with_images(span)]
         return [self._with_names(span) for span in spans if span.text]
+
+    def _with_images(self, span: Span) -> list[Span]:
+        """Return a text of the row with control tokens in place of the marks of its images."""
+        if not span.is_quoted or IMAGE not in span.text:
+            return [span]
+        first, *others = span.text.split(IMAGE)
+        image = span._replace(text=self.image_text, is_quoted=False)
+        pieces = [piece for text in others for piece in (image, span._replace(text=text))]
+        return [span._replace(text=first), *pieces]
 
     def _with_names(self, span: Span) -> Span:
         if span.is_quoted or "{{" not in span.text:
@@ -175,7 +198,11 @@ class Renderer:
 
 
 def make_renderer(
-    template: Template, tokenizer: TextTokenizer, *, enable_thinking: bool | None = None
+    template: Template,
+    tokenizer: TextTokenizer,
+    *,
+    enable_thinking: bool | None = None,
+    image_text: str = "",
 ) -> Renderer:
     """Return a renderer for a template and a tokenizer.
 
@@ -196,7 +223,7 @@ def make_renderer(
     ids = [tokenizer.token_id(token) for token in tokens]
     stop = tuple(dict.fromkeys(number for number in ids if number is not None))
     eos_id = None if eos is None else tokenizer.token_id(eos)
-    return Renderer(template, tokenizer, enable_thinking, eos_id, stop)
+    return Renderer(template, tokenizer, enable_thinking, eos_id, stop, image_text)
 
 
 def with_system(conversation: Conversation, system: str | None) -> Conversation:
@@ -205,7 +232,7 @@ def with_system(conversation: Conversation, system: str | None) -> Conversation:
     if system is None or (messages and messages[0].role == "system"):
         return conversation
     messages = (Message("system", system), *messages)
-    return Conversation(messages, conversation.answer, conversation.extra)
+    return replace(conversation, messages=messages)
 
 
 def _texts(template: Template) -> str:

@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
+from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -20,6 +21,15 @@ from msrl.data.columns import ColumnMapping, DroppedRow, as_text, is_empty, pick
 from msrl.data.dataset import IGNORE
 from msrl.data.files.readers import RowBatch
 from msrl.data.handlers import Handler
+from msrl.data.images.load import (
+    FileState,
+    ImageSettings,
+    Picture,
+    cuts_image,
+    load_images,
+    place_images,
+)
+from msrl.data.images.marks import attach_images, refuse_marks
 from msrl.data.manifest import PREFERENCES, TEXTS
 from msrl.data.preferences import fit
 from msrl.data.render import Renderer
@@ -41,6 +51,7 @@ from msrl.types import (
     Floats,
     Ints,
     Message,
+    PlacedImage,
     PreferenceRow,
     RenderedExample,
     RenderedPreference,
@@ -70,6 +81,8 @@ class TokenizeSettings:
     kept: tuple[str, ...] = ()  # unread columns that become `extra` of prompts; `all` for all
     ignored: frozenset[str] = frozenset()  # keys of rows, turns and blocks that are not read
     drop_bad_rows: bool = False  # drop and count rows that are not valid
+    image_settings: ImageSettings | None = None  # None if the model reads no images
+    no_images: str = "the model reads text only"  # why it reads none
 
 
 class BadRow(NamedTuple):
@@ -108,6 +121,9 @@ class TokenizedRows:
     unread: Mapping[str, int] = field(default_factory=dict[str, int])  # rows by key not read
     kept: frozenset[str] = frozenset()  # columns to keep by name that a row has
     bad: tuple[BadRow, ...] = ()  # rows that are not valid, if these are dropped
+    images: tuple[tuple[PlacedImage, ...], ...] = ()  # of each sequence; empty without any
+    pictures: Mapping[str, Picture] = field(default_factory=dict[str, Picture])  # by key
+    image_files: Mapping[str, FileState] = field(default_factory=dict[str, FileState])
 
 
 def tokenize_rows(job: TokenizeSettings, batch: RowBatch) -> TokenizedRows:
@@ -129,7 +145,10 @@ def tokenize_rows(job: TokenizeSettings, batch: RowBatch) -> TokenizedRows:
         dropped = Counter(converted.dropped)
         result = _tokenize_items(job, batch, offsets, items, dropped)
     bad, kept = tuple(converted.bad), frozenset(converted.kept)
-    return replace(result, num_read=num_read, unread=converted.unread, kept=kept, bad=bad)
+    result = replace(result, num_read=num_read, unread=converted.unread, kept=kept, bad=bad)
+    if not converted.pictures:
+        return result
+    return replace(result, pictures=converted.pictures, image_files=converted.image_files)
 
 
 def _tokenize_items(
@@ -150,11 +169,17 @@ def _tokenize_items(
         conversations = [conversation for row in items for conversation in row.conversations]
         origins = [at for row, at in zip(items, offsets, strict=True) for _ in row.conversations]
         rendered = _render(job.renderer.last_answers, conversations, batch, origins)
+        rendered = _place(job, conversations, rendered, batch, origins)
         return _collect_preferences(job, items, rendered, dropped, num_read)
     if job.handler.kind == "prompts":
-        prompts = _render(job.renderer.prompts, items, batch, offsets)
+        prompts = [
+            RenderedExample(ids, np.zeros(len(ids), np.bool_))
+            for ids in _render(job.renderer.prompts, items, batch, offsets)
+        ]
+        prompts = _place(job, items, prompts, batch, offsets)
         return _collect_prompts(job, items, prompts, dropped, num_read)
     examples = _render(job.renderer.examples, items, batch, offsets)
+    examples = _place(job, items, examples, batch, offsets)
     return _collect_examples(job, examples, dropped, num_read)
 
 
@@ -185,6 +210,8 @@ class _Converted:
     unread: Counter[str]
     kept: set[str]
     bad: list[BadRow]
+    pictures: dict[str, Picture] = field(default_factory=dict[str, Picture])
+    image_files: dict[str, FileState] = field(default_factory=dict[str, FileState])
 
 
 def _convert_rows(job: TokenizeSettings, batch: RowBatch) -> _Converted:
@@ -203,7 +230,8 @@ def _convert_rows(job: TokenizeSettings, batch: RowBatch) -> _Converted:
             item = convert(without_keys(row, job.ignored) if job.ignored else row)
             _check_texts(item)
             is_fitted = kind in TEXTS or kind in PREFERENCES
-            rows.items.append(item if is_fitted else _fit_to_kind(item, kind))
+            item = item if is_fitted else _fit_to_kind(item, kind)
+            rows.items.append(item if kind in TEXTS else _with_images(job, item, batch, rows))
             rows.offsets.append(offset)
         except DroppedRow as error:
             rows.dropped[error.reason] += 1
@@ -216,6 +244,28 @@ def _convert_rows(job: TokenizeSettings, batch: RowBatch) -> _Converted:
     return rows
 
 
+def _with_images(
+    job: TokenizeSettings, item: Any, batch: RowBatch, rows: _Converted
+) -> Conversation | PreferenceRow:
+    """Return a row with its images, whose files are added to those of the batch.
+
+    Raises:
+        MsrlError: an image cannot be used, a question marks one that the row does not have, or the
+            model reads no images.
+    """
+    if isinstance(item, PreferenceRow):
+        sides = tuple(_with_images(job, side, batch, rows) for side in item.conversations)
+        return replace(item, conversations=sides)
+    if any(message.images for message in item.messages):
+        if job.image_settings is None:
+            raise MsrlError(f"images: {job.no_images}")
+        folder = Path(batch.path).parent
+        return load_images(item, job.image_settings, folder, rows.pictures, rows.image_files)
+    if job.image_settings is not None:
+        refuse_marks(item)
+    return item
+
+
 def _bad_row(batch: RowBatch, offset: int, message: str) -> BadRow:
     where = batch.where(offset)
     row = batch.rows[offset]
@@ -225,12 +275,17 @@ def _bad_row(batch: RowBatch, offset: int, message: str) -> BadRow:
         row = None
     problem = message.removeprefix(f"{where}: ")
     record = {"row": where, "problem": problem, "value": row}
-    return BadRow(_reason(problem), message, json.dumps(record, default=str))
+    return BadRow(_reason(problem), message, json.dumps(record, default=_shown_value))
+
+
+def _shown_value(value: Any) -> str:
+    """Return a value that JSON does not have, such as the bytes of an image, as text."""
+    return f"{len(value):,} bytes" if isinstance(value, bytes) else str(value)
 
 
 def _reason(problem: str) -> str:
     """Return the part of a message that is the same for all rows with this problem."""
-    problem = re.sub(r"^(turn|answer) \d+: ", "", problem)
+    problem = re.sub(r"^(turn|answer|image) \d+: ", "", problem)
     clause = re.split(r"[.;:] ", problem, maxsplit=1)[0]
     clause = re.sub(r"^(?:column )?(\w+)=\S+$", r"value of \1", clause)
     # A quoted text that is no name of a column is a value.
@@ -265,10 +320,28 @@ def _checked_converter(
         if kind == "pairs":
             sides = (columns.paths.get(name, "") for name in ("chosen", "rejected"))
             check_order(row, names, *sides)
-        item = read(resolved, columns)
+        item = _attached(read(resolved, columns), resolved, columns, job)
         return _with_extra(item, row, columns, job.kept) if job.kept else item
 
     return convert
+
+
+def _attached(item: Any, row: Any, columns: ColumnMapping, job: TokenizeSettings) -> Any:
+    """Return a row whose messages have the images of the column `images`.
+
+    Raises:
+        MsrlError: the row has images, but the model reads none, or the marks in its questions are
+            more or fewer.
+    """
+    if "images" not in columns.paths:
+        return item
+    column = columns.value(row, "images")
+    if job.image_settings is None and not is_empty(column):
+        raise MsrlError(f"images: {job.no_images}")
+    if isinstance(item, PreferenceRow):
+        sides = tuple(attach_images(side, column) for side in item.conversations)
+        return replace(item, conversations=sides)
+    return attach_images(item, column)
 
 
 def _answer(row: Any, columns: ColumnMapping) -> str:
@@ -333,6 +406,32 @@ def _render(
             except MsrlError as error:
                 raise MsrlError(f"{batch.where(offset)}: {error}") from None
         raise
+
+
+def _place(
+    job: TokenizeSettings,
+    conversations: Sequence[Conversation],
+    examples: list[RenderedExample],
+    batch: RowBatch,
+    offsets: Sequence[int],
+) -> list[RenderedExample]:
+    """Return the examples of a model that reads images with their image tokens."""
+    if job.image_settings is None:
+        return examples
+    placed: list[RenderedExample] = []
+    for conversation, example, offset in zip(conversations, examples, offsets, strict=True):
+        try:
+            placed.append(place_images(example, conversation.images, job.image_settings))
+        except MsrlError as error:
+            raise MsrlError(f"{batch.where(offset)}: {error}") from None
+    return placed
+
+
+def _cuts_image(job: TokenizeSettings, example: RenderedExample) -> bool:
+    """Return True if truncation to the limit would remove a part of an image."""
+    if job.image_settings is None or job.seq_length is None:
+        return False
+    return cuts_image(example.images, job.seq_length, job.image_settings.vision.merge_size)
 
 
 def _fit_to_kind(conversation: Conversation, kind: str) -> Conversation:
@@ -402,7 +501,10 @@ def _collect_examples(
     limit = job.seq_length
     num_long = sum(limit is not None and len(e.token_ids) > limit for e in rendered)
     if job.truncate:
-        fitting = [e if limit is None else e.truncate(limit) for e in rendered]
+        intact = [e for e in rendered if not _cuts_image(job, e)]
+        _count(dropped, "image_too_long", len(rendered) - len(intact))
+        num_long -= len(rendered) - len(intact)
+        fitting = [e if limit is None else e.truncate(limit) for e in intact]
     else:
         fitting = [e for e in rendered if limit is None or len(e.token_ids) <= limit]
         _count(dropped, "too_long", num_long)
@@ -415,9 +517,16 @@ def _collect_examples(
     labels = [example.labels for example in examples if example.labels is not None]
     step_labels = np.concatenate(labels) if labels else None
     none = _concat([])
+    images = _images(examples)
     return TokenizedRows(
-        num_read, sequences, loss_mask, (), none, dropped, truncated, step_labels=step_labels
-    )
+        num_read, sequences, loss_mask, (), none, dropped, truncated,
+        step_labels=step_labels, images=images,
+    )  # fmt: skip
+
+
+def _images(examples: Sequence[RenderedExample]) -> tuple[tuple[PlacedImage, ...], ...]:
+    """Return the images of each example, or nothing if there are none."""
+    return tuple(e.images for e in examples) if any(e.images for e in examples) else ()
 
 
 def _collect_preferences(
@@ -468,16 +577,16 @@ def _drop_reason(job: TokenizeSettings, row: PreferenceRow, reason: str) -> str:
 def _collect_prompts(
     job: TokenizeSettings,
     conversations: Sequence[Conversation],
-    prompts: Sequence[Ints],
+    prompts: Sequence[RenderedExample],
     dropped: Counter[str],
     num_read: int,
 ) -> TokenizedRows:
     """Return the prompts that fit into seq_length, with their answers."""
     limit = job.seq_length
     fitting = [
-        (conversation, ids)
-        for conversation, ids in zip(conversations, prompts, strict=True)
-        if limit is None or len(ids) <= limit
+        (conversation, prompt)
+        for conversation, prompt in zip(conversations, prompts, strict=True)
+        if limit is None or len(prompt.token_ids) <= limit
     ]
     _count(dropped, "too_long", len(prompts) - len(fitting))
     answers = [conversation.answer or "" for conversation, _ in fitting]
@@ -486,10 +595,13 @@ def _collect_prompts(
         for answer, (conversation, _) in zip(answers, fitting, strict=True)
     )
     answer_ids = _concat(encode_texts(job.tokenizer, answers))
-    sequences = _concat([ids for _, ids in fitting])
+    sequences = _concat([prompt.token_ids for _, prompt in fitting])
     no_mask = np.zeros(0, np.bool_)
     no_answer = sum(conversation.answer is None for conversation, _ in fitting)
-    return TokenizedRows(num_read, sequences, no_mask, lines, answer_ids, dropped, 0, no_answer)
+    images = _images([prompt for _, prompt in fitting])
+    return TokenizedRows(
+        num_read, sequences, no_mask, lines, answer_ids, dropped, 0, no_answer, images=images
+    )
 
 
 def _concat(sequences: Sequence[Sequence[int] | NDArray[Any]]) -> Ragged:

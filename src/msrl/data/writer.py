@@ -10,8 +10,9 @@ import contextlib
 import os
 import tempfile
 from collections import Counter
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import accumulate
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TextIO
@@ -21,6 +22,8 @@ from numpy.typing import NDArray
 
 from msrl.checksums import file_crc32
 from msrl.data.dataset import IGNORE
+from msrl.data.images.files import ImageWriter, Places
+from msrl.data.images.load import FileState, Picture
 from msrl.data.indexed import TOKEN_DTYPE, IndexedWriter
 from msrl.data.manifest import (
     KEYS,
@@ -29,6 +32,7 @@ from msrl.data.manifest import (
     answers_path,
     bad_rows_path,
     dataset_name,
+    image_paths,
     incomplete_path,
     manifest_path,
     manifest_text,
@@ -40,7 +44,7 @@ from msrl.data.tokenize import Ragged, TokenizedRows, Tokens
 from msrl.errors import MsrlError
 from msrl.files import utf8, why_not_writable
 from msrl.temporary import claim, remove
-from msrl.types import DatasetManifest, FileRecord, RenderedPreference
+from msrl.types import DatasetManifest, FileRecord, PlacedImage, RenderedPreference
 
 _FOLDER_PREFIX = "msrl-preprocess-"
 
@@ -58,13 +62,21 @@ class DatasetWriter:
             padding, otherwise it is 1.
         pad_token_id: token id of padding.
         overwrite: replace existing files.
+        is_linked: write the paths of images in place of the images.
 
     Labels are the token ids, with -100 for tokens that are not trained. For prompts they are the
     tokens of the answer, for steps the reward tokens at the placeholders.
     """
 
     def __init__(
-        self, prefix: str, kind: str, *, capacity: int | None, pad_token_id: int, overwrite: bool
+        self,
+        prefix: str,
+        kind: str,
+        *,
+        capacity: int | None,
+        pad_token_id: int,
+        overwrite: bool,
+        is_linked: bool = False,
     ) -> None:
         self._prefix, self._kind, self._capacity, self._pad = prefix, kind, capacity, pad_token_id
         check_prefix(prefix, overwrite=overwrite)
@@ -83,7 +95,11 @@ class DatasetWriter:
         except BaseException:
             remove(self._folder)
             raise
-        self._window: list[tuple[Tokens, Tokens]] = []
+        self._window: list[tuple[Tokens, Tokens, Places]] = []
+        self._is_linked = is_linked
+        self.images: ImageWriter | None = None  # None for data without images
+        self.image_files: dict[str, FileState] = {}
+        self._num_sequences = 0
         self.counts: Counter[str] = Counter()
         self.dropped: Counter[str] = Counter()
         self.unread: Counter[str] = Counter()
@@ -117,6 +133,9 @@ class DatasetWriter:
         for writer in self._writers.values():
             with contextlib.suppress(OSError):
                 writer.abandon()
+        if self.images is not None:
+            with contextlib.suppress(OSError):
+                self.images.abandon()
         for file in (self._answers, self._bad_rows):
             if file is not None:
                 with contextlib.suppress(OSError):
@@ -132,6 +151,7 @@ class DatasetWriter:
         self.dropped.update(batch.dropped)
         self.unread.update(batch.unread)
         self.kept |= batch.kept
+        self.image_files.update(batch.image_files)
         self._add_bad_rows(batch)
         lengths = batch.sequences.lengths
         self.counts.update(
@@ -143,7 +163,7 @@ class DatasetWriter:
         )
         self.max_tokens = max(self.max_tokens, int(lengths.max(initial=0)))
         if self._kind in PREFERENCES:
-            self._add_preferences(batch.preferences)
+            self._add_preferences(batch)
         elif self._kind == "pretrain":
             self._add_rows({"text": batch.sequences})
         elif self._kind == "prompts":
@@ -154,7 +174,8 @@ class DatasetWriter:
                     "input_ids": batch.sequences,
                     "attention_mask": _ones(batch.sequences),
                     "labels": batch.answer_ids,
-                }
+                },
+                self._places(batch.images, batch.pictures),
             )
         else:
             self._add_examples(batch)
@@ -202,6 +223,9 @@ class DatasetWriter:
         """Close all data files. Yield the name and the record of each."""
         if self._bad_rows is not None:
             self._bad_rows.close()
+        if self.images is not None:
+            for path, record in self.images.close():
+                yield record_name(self._prefix, path), record
         for key, writer in self._writers.items():
             name = Path(dataset_name(self._prefix, self._kind, key))
             for suffix, record in zip(("bin", "idx"), writer.close(), strict=True):
@@ -238,18 +262,21 @@ class DatasetWriter:
                     "input_ids": ids,
                     "attention_mask": _ones(ids),
                     "labels": Ragged(labels, ids.lengths),
-                }
+                },
+                self._places(batch.images, batch.pictures),
             )
             return
         ends = np.cumsum(ids.lengths)[:-1]
         if len(ids.lengths):
             tokens = ids.values.astype(np.int32, copy=False)
-            self._window += zip(np.split(tokens, ends), np.split(labels, ends), strict=True)
+            places = self._places(batch.images, batch.pictures) or [()] * len(ids.lengths)
+            self._window += zip(np.split(tokens, ends), np.split(labels, ends), places, strict=True)
         while len(self._window) >= WINDOW:
             self._write_window()
 
-    def _add_preferences(self, rows: Sequence[RenderedPreference]) -> None:
+    def _add_preferences(self, batch: TokenizedRows) -> None:
         """Write rows of preference data: each side, then the two numbers of each row."""
+        rows: Sequence[RenderedPreference] = batch.preferences
         names = ("chosen_", "rejected_") if self._kind == "pairs" else ("",)
         columns: dict[str, Ragged] = {}
         for name, sides in zip(names, sides_as_columns(rows), strict=False):
@@ -265,14 +292,40 @@ class DatasetWriter:
         if rows:
             numbers = np.array([(row.value, row.weight) for row in rows], np.float32)
             columns["values"] = Ragged(numbers.reshape(-1), np.full(len(rows), 2, np.int32))
-            self._add_rows(columns)
+            sides = [side.images for row in rows for side in row.sides]
+            self._add_rows(columns, self._places(sides, batch.pictures), len(sides))
         self.counts.update(examples=len(rows))
+
+    def _places(
+        self, images: Sequence[Sequence[PlacedImage]], pictures: Mapping[str, Picture]
+    ) -> list[Places]:
+        """Write the pictures of sequences that are new, and return their places; [] without any."""
+        if not any(images):
+            return []
+        if self.images is None:
+            name = Path(self._prefix).name
+            self.images = ImageWriter(self._folder, name, is_linked=self._is_linked)
+            self.images.add_rows([()] * self._num_sequences)
+            self._paths = (*image_paths(self._prefix, is_linked=self._is_linked), *self._paths)
+        add = self.images.add_picture
+        return [
+            tuple((placed.offset, add(pictures[placed.image.key])) for placed in sequence)
+            for sequence in images
+        ]
 
     def _write_window(self) -> None:
         """Pack and write the oldest examples. Their number is independent of the batch sizes."""
         window, self._window = self._window[:WINDOW], self._window[WINDOW:]
-        for row in pack_rows([len(ids) for ids, _ in window], self._capacity or 0):
-            self._add_rows(dict(self._packed_row([window[index] for index in row])))
+        for row in pack_rows([len(ids) for ids, _, _ in window], self._capacity or 0):
+            examples = [window[index] for index in row]
+            starts = accumulate((len(ids) for ids, _, _ in examples), initial=0)
+            places = tuple(
+                (start + offset, number)
+                for start, (_, _, pictures) in zip(starts, examples, strict=False)
+                for offset, number in pictures
+            )
+            columns = dict(self._packed_row([example[:2] for example in examples]))
+            self._add_rows(columns, [places] if places else [])
 
     def _packed_row(self, examples: list[tuple[Tokens, Tokens]]) -> Iterator[tuple[str, Ragged]]:
         """Yield key and values of one row of examples, padded to the capacity."""
@@ -291,11 +344,27 @@ class DatasetWriter:
             values = np.concatenate([*pieces, padding]).astype(np.int32)
             yield key, Ragged(values, np.array([self._capacity], np.int32))
 
-    def _add_rows(self, rows: dict[str, Ragged]) -> None:
-        """Append rows to the file of every key."""
+    def _add_rows(
+        self,
+        rows: dict[str, Ragged],
+        places: Sequence[Places] = (),
+        num_sequences: int | None = None,
+    ) -> None:
+        """Append rows to the file of every key, and the places of images of their sequences.
+
+        Args:
+            rows: values of each key.
+            places: places of images of each sequence; empty without any.
+            num_sequences: number of sequences, by default one per row.
+        """
         for key, ragged in rows.items():
             self._writers[key].add(ragged.values, ragged.lengths)
-        self.counts["rows"] += len(next(iter(rows.values())).lengths)
+        num_rows = len(next(iter(rows.values())).lengths)
+        self.counts["rows"] += num_rows
+        num_sequences = num_rows if num_sequences is None else num_sequences
+        self._num_sequences += num_sequences
+        if self.images is not None:
+            self.images.add_rows(places or [()] * num_sequences)
 
 
 def _paths(prefix: str, kind: str) -> tuple[Path, ...]:

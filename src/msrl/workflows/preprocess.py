@@ -20,11 +20,13 @@ from concurrent.futures.process import BrokenProcessPool
 from datetime import date
 from multiprocessing import get_context
 from pathlib import Path
+from typing import NamedTuple
 
 from msrl.config.schema import Config, PreprocessConfig
 from msrl.data.chat_template import chat_template
 from msrl.data.files.readers import RowBatch, find_files, read_batches
 from msrl.data.handlers import make_handler
+from msrl.data.images.load import FileState
 from msrl.data.manifest import KEYS, TEXTS, bad_rows_path, reason_text
 from msrl.data.native import shows_date, with_date
 from msrl.data.render import Renderer, make_renderer
@@ -39,6 +41,7 @@ from msrl.limits import print_note
 from msrl.processes.parent import end_with_parent
 from msrl.registry.own import is_own
 from msrl.types import DatasetManifest
+from msrl.workflows.row_images import image_record, make_image_settings, split_batches
 from msrl.workflows.shown_examples import ShownExample, print_examples, show_rows
 from msrl.workflows.training.interrupts import children_ignore_interrupts
 
@@ -47,6 +50,14 @@ _CHECKED_FILES = 20  # by `check`, which reads one batch of rows of each
 _PROCESS_BYTES = 64 << 20  # of input for each worker process
 _LISTED_COLUMNS = 30
 _THREADS = 2  # one converts rows while the other one waits for the tokenizer
+
+
+class WrittenData(NamedTuple):
+    """Preprocessed data: its manifest, lines on what was not read, and the files of its images."""
+
+    manifest: DatasetManifest
+    notes: list[str]
+    image_files: Mapping[str, FileState]
 
 
 def run(config: Config) -> DatasetManifest | None:
@@ -60,11 +71,11 @@ def run(config: Config) -> DatasetManifest | None:
         print_examples(examples(settings), open_tokenizer(str(settings.tokenizer)))
         return None
     prefix = _require("output_prefix", settings.output_prefix)
-    manifest, notes = write(settings, prefix)
-    for line in notes:
+    written = write(settings, prefix)
+    for line in written.notes:
         print(line)
-    print(summary(prefix, manifest, time.perf_counter() - start))
-    return manifest
+    print(summary(prefix, written.manifest, time.perf_counter() - start))
+    return written.manifest
 
 
 def examples(settings: PreprocessConfig) -> Iterator[ShownExample]:
@@ -81,11 +92,8 @@ def examples(settings: PreprocessConfig) -> Iterator[ShownExample]:
     _check_not_empty(count, {}, files)
 
 
-def write(settings: PreprocessConfig, prefix: str) -> tuple[DatasetManifest, list[str]]:
+def write(settings: PreprocessConfig, prefix: str) -> WrittenData:
     """Preprocess the rows of `settings.input` to data with this prefix.
-
-    Returns:
-        The manifest, and lines on what was not read.
 
     Raises:
         MsrlError: a setting or the data is not valid. No data is written then.
@@ -95,12 +103,17 @@ def write(settings: PreprocessConfig, prefix: str) -> tuple[DatasetManifest, lis
     capacity = settings.seq_length if settings.pack else None
     pad = job.tokenizer.pad_token_id
     dataset = DatasetWriter(
-        prefix, job.handler.kind, capacity=capacity, pad_token_id=pad, overwrite=settings.overwrite
+        prefix,
+        job.handler.kind,
+        capacity=capacity,
+        pad_token_id=pad,
+        overwrite=settings.overwrite,
+        is_linked=settings.images == "link",
     )
     with _exit_when_terminated(), dataset as writer:
         progress = PreprocessProgress(time.perf_counter())
         workers = settings.workers if needs_processes(job, files, settings.workers) else 1
-        with contextlib.closing(tokenize_all(job, read_batches(files), workers)) as results:
+        with contextlib.closing(tokenize_all(job, _batches(job, files), workers)) as results:
             for result in results:
                 writer.add(result)
                 progress.report(writer)
@@ -110,7 +123,7 @@ def write(settings: PreprocessConfig, prefix: str) -> tuple[DatasetManifest, lis
         _check_kept(settings.keep, writer.kept, writer.unread)
         manifest = writer.commit(manifest)
     notes = (unread_columns(writer.unread), shown_date(job), *bad_rows(prefix, writer))
-    return manifest, [line for line in notes if line]
+    return WrittenData(manifest, [line for line in notes if line], writer.image_files)
 
 
 def check(config: Config) -> int:
@@ -132,7 +145,7 @@ def check(config: Config) -> int:
     dropped, unread, kept = Counter[str](), Counter[str](), set[str]()
     is_all = len(files) <= _CHECKED_FILES
     for path in files[:_CHECKED_FILES]:
-        batches = read_batches((path,))
+        batches = _batches(job, (path,))
         for batch in itertools.islice(batches, 1):
             result = tokenize_rows(job, batch)
             num_read += result.num_read
@@ -146,6 +159,11 @@ def check(config: Config) -> int:
         _check_not_empty(num_examples, dropped, files)
         _check_kept(settings.keep, kept, unread)
     return num_read
+
+
+def _batches(job: TokenizeSettings, files: Iterable[Path]) -> Iterator[RowBatch]:
+    """Return the batches of files, which are smaller if rows may have images."""
+    return read_batches(files) if job.image_settings is None else split_batches(read_batches(files))
 
 
 def make_job(settings: PreprocessConfig) -> TokenizeSettings:
@@ -167,9 +185,15 @@ def make_job(settings: PreprocessConfig) -> TokenizeSettings:
     template = None if handler.kind in TEXTS else _load_template(settings.template)
     tokenizer = open_tokenizer(_require("tokenizer", settings.tokenizer))
     tokenizer = with_date(tokenizer, template, settings.date)
+    images, no_images = make_image_settings(settings, tokenizer)
     renderer: Renderer | None = None
     if template is not None:
-        renderer = make_renderer(template, tokenizer, enable_thinking=settings.enable_thinking)
+        renderer = make_renderer(
+            template,
+            tokenizer,
+            enable_thinking=settings.enable_thinking,
+            image_text="" if images is None else images.text,
+        )
     return TokenizeSettings(
         handler=handler,
         tokenizer=tokenizer,
@@ -181,6 +205,8 @@ def make_job(settings: PreprocessConfig) -> TokenizeSettings:
         kept=settings.keep,
         ignored=frozenset(settings.ignore),
         drop_bad_rows=settings.on_bad_row == "drop",
+        image_settings=None if handler.kind in TEXTS else images,
+        no_images=no_images,
     )
 
 
@@ -243,7 +269,11 @@ def needs_processes(job: TokenizeSettings, files: Iterable[Path], workers: int) 
     if workers == 1:
         return False
     threads = os.environ.get("TOKENIZERS_PARALLELISM", "true").lower()
-    if _is_bound_to_python(job) or threads in ("false", "off", "no", "f", "n", "0"):
+    if (
+        _is_bound_to_python(job)
+        or job.image_settings is not None
+        or threads in ("false", "off", "no", "f", "n", "0")
+    ):
         return True
     size = sum(file.stat().st_size for file in files)
     return size >= _PROCESS_BYTES * workers
@@ -283,6 +313,7 @@ def make_manifest(
         num_without_answer=counts["without_answer"],
         chat_template="" if renderer is None else chat_template(renderer),
         date=_written_day(job),
+        vision=image_record(job, writer.images, is_linked=settings.images == "link"),
     )
 
 
@@ -332,6 +363,8 @@ def summary(prefix: str, manifest: DatasetManifest, wall_s: float) -> str:
     dropped = ", ".join(reasons) or "none"
     packed = f" in {manifest.num_rows:,} rows" if manifest.pack else ""
     truncated = f"; truncated: {manifest.truncated:,}" if manifest.truncated else ""
+    if manifest.vision:
+        truncated += f"; images: {manifest.vision['num_images']:,}"
     if manifest.num_without_answer:
         truncated += f"; without a ground truth: {manifest.num_without_answer:,}"
     return (

@@ -14,18 +14,21 @@ import hashlib
 import json
 import os
 import time
-from collections.abc import Generator, Mapping
+from collections.abc import Generator, Iterable, Mapping
 from dataclasses import asdict, replace
 from functools import cache
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import msrl.data
 import msrl.thoughts
+import msrl.vision
 from msrl.checksums import file_crc32
 from msrl.config.schema import PreprocessConfig
 from msrl.data.files.location import names_rows
 from msrl.data.files.readers import find_files
+from msrl.data.images.load import FileState, changed_file
 from msrl.data.integrity import refuse_damaged
 from msrl.data.manifest import TEXTS, manifest_path, read_manifest
 from msrl.data.rows.own_handler import imported_names
@@ -41,6 +44,7 @@ from msrl.temporary import owned_folder
 from msrl.tracking.progress import Progress, progress
 from msrl.tracking.run import stack_versions
 from msrl.workflows import preprocess
+from msrl.workflows.row_images import is_vision_folder
 from msrl.workflows.training.integrity import SHOWN_BYTES
 
 _SOURCE = "source.json"
@@ -175,7 +179,20 @@ def _source(settings: PreprocessConfig, files: tuple[Path, ...]) -> dict[str, An
         "settings": values,
         "code": _code_digest(),
         "packages": {name: versions[name] for name in _PACKAGES if name in versions},
+        **_image_source(settings, files),
     }
+
+
+def _image_source(settings: PreprocessConfig, files: tuple[Path, ...]) -> dict[str, Any]:
+    """Return what the images of rows depend on, if the model may read images.
+
+    Relative paths of images begin in the folder of their data file. An entry names the files of its
+    images itself.
+    """
+    if not is_vision_folder(str(settings.tokenizer)):
+        return {}
+    folders = [str(file.parent.absolute()) for file in files]
+    return {"image_folders": folders, "pillow": version("pillow"), "vision": _vision_digest()}
 
 
 def _own_files(handler: Path) -> list[Path]:
@@ -204,7 +221,17 @@ def _tokenizer_files(folder: Path) -> dict[str, str]:
 def _code_digest() -> str:
     """Return the digest of the code that reads, renders and writes data."""
     folder = Path(str(msrl.data.__file__)).parent
-    files = [*folder.rglob("*.py"), Path(str(msrl.thoughts.__file__))]
+    return _digest([*folder.rglob("*.py"), Path(str(msrl.thoughts.__file__))])
+
+
+@cache
+def _vision_digest() -> str:
+    """Return the digest of the code that computes sizes of images."""
+    return _digest([*Path(str(msrl.vision.__file__)).parent.glob("*.py")])
+
+
+def _digest(files: Iterable[Path]) -> str:
+    """Return the digest of files of code."""
     digests = [f"{path.name} {_sha256(path)}" for path in files]
     return hashlib.sha256("\n".join(sorted(digests)).encode()).hexdigest()
 
@@ -271,6 +298,9 @@ def _damage(entry: Path) -> str | None:
         if _read_notes(entry)["manifest"] != file_crc32(manifest_path(str(entry / _DATA))):
             return f"{entry} is damaged: its manifest differs from its checksum"
         refuse_damaged(str(entry / _DATA), manifest)
+        files = _read_notes(entry).get("image_files", {})
+        if path := changed_file({path: FileState(*state) for path, state in files.items()}):
+            return f"{path} has changed"
     except (MsrlError, OSError, ValueError, TypeError, KeyError) as error:
         return f"{entry} is damaged: {str(error).splitlines()[0]}"
     return None
@@ -279,9 +309,10 @@ def _damage(entry: Path) -> str | None:
 def _write(folder: Path, settings: PreprocessConfig, source: Mapping[str, Any]) -> None:
     """Write an entry to a new folder."""
     folder.mkdir()
-    _, lines = preprocess.write(settings, str(folder / _DATA))
+    written = preprocess.write(settings, str(folder / _DATA))
     notes = {
-        "lines": [line.replace(str(folder), _ENTRY) for line in lines],
+        "lines": [line.replace(str(folder), _ENTRY) for line in written.notes],
+        "image_files": written.image_files,
         "manifest": file_crc32(manifest_path(str(folder / _DATA))),
     }
     for name, value in ((_SOURCE, source), (_NOTES, notes)):

@@ -196,10 +196,10 @@ def test_anthropic_blocks_are_turns():
     ]
 
 
-def test_images_are_refused():
+def test_images_without_a_model_that_reads_them_are_refused():
     turn = {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}
-    with pytest.raises(MsrlError, match=mentions("turn 1", "image_url", "text")):
-        converse("sharegpt", {"messages": [turn]})
+    with pytest.raises(MsrlError, match=mentions("x.jsonl", "images", "text")):
+        read("sharegpt", [{"messages": [turn, {"role": "assistant", "content": "b"}]}])
 
 
 PAIR = [("user", "a"), ("assistant", "b")]

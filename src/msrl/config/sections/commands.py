@@ -186,6 +186,36 @@ class PreprocessConfig(Section):
         description="Thinking mode of templates that support it. Without it, the model gets an "
         "empty thought. Default: the mode of the template.",
     )
+    min_pixels: Count | None = Field(
+        default=None,
+        description="Smallest number of pixels of a resized image. Default: that of the model's "
+        "image processor.",
+    )
+    max_pixels: Count | None = Field(
+        default=None,
+        description="Largest number of pixels of a resized image. An image token stands for a "
+        "square of 28 x 28 or 32 x 32 pixels. Default: that of the model's image processor.",
+    )
+    max_images: Count | None = Field(
+        default=None,
+        description="Largest number of images of a row. Rows with more cannot be read. Default: "
+        "no limit.",
+    )
+    image_root: Text | None = Field(
+        default=None,
+        description="Folder that relative paths of images begin in. Default: that of the data "
+        "file.",
+    )
+    images: Literal["embed", "link"] = Field(
+        default="embed",
+        description="Copy images into the data, each distinct one once (embed), or keep the paths "
+        "and checksums of their files (link).",
+    )
+    verify_images: Literal["full", "header"] = Field(
+        default="full",
+        description="Decode every image (full), or read its header and size only (header), which "
+        "does not find truncated files.",
+    )
 
 
 class ResponseConfig(SamplingConfig):

@@ -23,6 +23,7 @@ COLUMNS = {
     "system": "system|system_prompt",
     "history": "history",
     "tools": "tools|functions",
+    "images": "images|image",
 }
 REQUIRED = frozenset({"prompt", "response"})
 ANSWER = "response"

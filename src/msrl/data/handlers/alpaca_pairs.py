@@ -19,6 +19,7 @@ COLUMNS = {
     "system": "system|system_prompt",
     "history": "history",
     "tools": "tools|functions",
+    "images": "images|image",
     "margin": "margin",
     "weight": "weight",
 }

@@ -20,6 +20,7 @@ COLUMNS = {
     "label": "label|kto_tag",
     "system": "system|system_prompt",
     "tools": "tools|functions",
+    "images": "images|image",
     "weight": "weight",
 }
 REQUIRED = frozenset({"label"})

@@ -21,6 +21,7 @@ COLUMNS = {
     "rejected": "rejected",
     "system": "system|system_prompt",
     "tools": "tools|functions",
+    "images": "images|image",
     "margin": "margin",
     "weight": "weight",
 }

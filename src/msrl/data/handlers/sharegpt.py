@@ -18,6 +18,7 @@ COLUMNS = {
     "messages": "conversations|messages",
     "system": "system|system_prompt",
     "tools": "tools|functions",
+    "images": "images|image",
 }
 REQUIRED = frozenset({"messages"})
 

@@ -21,6 +21,7 @@ COLUMNS = {
     "rejected": "rejected|rejected_response|rejected_messages",
     "system": "system|system_prompt",
     "tools": "tools|functions",
+    "images": "images|image",
     "margin": "margin",
     "weight": "weight",
 }

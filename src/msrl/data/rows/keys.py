@@ -43,6 +43,9 @@ _BLOCK_KEYS = frozenset(
     {"type", "text", "value", "content", "thinking", "signature", "cache_control", *MARKS}
     | {"id", "name", "input", "tool_use_id"}
 )
+IMAGE_KEYS = ("image", "image_url", "url", "path", "base64", "source")
+"""Keys of a content part that hold its image."""
+_IMAGE_KEYS = _BLOCK_KEYS | {*IMAGE_KEYS, "detail"}
 # Names that would have a meaning by one of their words.
 _HARMLESS = frozenset({"paralleltoolcall", "toolchoice", "toolkwarg", "needtoolkwarg"})
 # A name that ends in one of these words describes something.
@@ -261,8 +264,10 @@ MEANINGS = (
          "objects", "pixel_values", "mm_processor_kwargs", "multi_modal_data", "ref_audios",
          "audio_codes"),
         ("image", "video", "audio", "pixel", "multimodal", "modal"), _is_true,
-        "images, videos and sounds are not supported, only text",
-        "Remove the row, or remove the column and its marks such as <image>", _ALL,
+        "images are read from content parts and the column images of conversations; videos and "
+        "sounds are not supported",
+        "Name a column of images with --map-keys '{\"images\": \"{key}\"}', or remove the row",
+        _ALL,
     ),
     Meaning(
         "context of a question",
@@ -436,7 +441,8 @@ def _count_turn_keys(value: Any, unread: Counter[str]) -> None:
 def _count_block_keys(block: Any, unread: Counter[str]) -> None:
     if isinstance(block, dict):
         values = cast("dict[str, Any]", block)
-        for name in _part_plan(tuple(values), _BLOCK_KEYS).unread:
+        known = _IMAGE_KEYS if is_image(values) else _BLOCK_KEYS
+        for name in _part_plan(tuple(values), known).unread:
             if not is_empty(values[name]):
                 unread[f"{name} of content blocks"] += 1
 
@@ -478,12 +484,19 @@ _TURN_REMEDIES = {
     "tools": "Write them into the column tools of the row",
     "thought": "Write it into reasoning_content of the answer's turn",
     "context of a question": "Write it into the content of the turn",
+    "images, videos and sounds": "Write an image as a content part of type image",
 }
 
 
 def check_block(block: Mapping[str, Any], location: str) -> None:
     """Raise MsrlError if a key of a content block that is not read has a meaning."""
-    _check_part(block, _BLOCK_KEYS, f"{location}: a content block")
+    known = _IMAGE_KEYS if is_image(block) else _BLOCK_KEYS
+    _check_part(block, known, f"{location}: a content block")
+
+
+def is_image(block: Mapping[str, Any]) -> bool:
+    """Return True for a content part that is an image."""
+    return block.get("type") in ("image", "image_url")
 
 
 def _check_part(part: Mapping[str, Any], known: frozenset[str], location: str) -> None:

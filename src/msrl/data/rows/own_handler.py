@@ -5,7 +5,7 @@ NAME is a function of a row, or a class with the method `conversation(row)` or, 
 one of:
 
 - a list of turns in a format of `msrl.data.rows.turns`
-- an object with `messages` and optionally `answer` (ground truth), `tools` and `extra`
+- an object with `messages` and optionally `answer` (ground truth), `tools`, `images` and `extra`
 - a text (pretraining)
 - None to drop the row
 
@@ -24,11 +24,12 @@ from typing import Any
 
 from msrl import user_files
 from msrl.data.columns import DroppedRow
+from msrl.data.images.marks import attach_images
 from msrl.data.rows.turns import check_order, read_messages, tools_text
 from msrl.errors import MsrlError
 from msrl.types import Conversation
 
-_KEYS = ("messages", "answer", "tools", "extra")
+_KEYS = ("messages", "answer", "tools", "images", "extra")
 
 
 def imported_names(file: Path) -> set[str]:
@@ -109,7 +110,8 @@ def _conversation(result: Any, name: str) -> Conversation:
     if not is_text:
         raise MsrlError(f"handler {name}: answer and the values of extra must be text")
     tools = tools_text(row.get("tools"))
-    return Conversation(tuple(messages), answer, {**extra, **({"tools": tools} if tools else {})})
+    extra = {**extra, **({"tools": tools} if tools else {})}
+    return attach_images(Conversation(tuple(messages), answer, extra), row.get("images"))
 
 
 @lru_cache(maxsize=8)

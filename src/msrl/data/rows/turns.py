@@ -5,9 +5,9 @@ Sources of the formats:
 - ShareGPT as LLaMA-Factory reads it: {from, value}; a `function_call` turn holds the JSON of one
   call or a list of calls
 - OpenAI's chat completions: {role, content, tool_calls, reasoning_content}; content is text or a
-  list of text parts
-- Anthropic's messages: {role, content}; content is a list of blocks (text, thinking, tool_use,
-  tool_result)
+  list of parts (text, image_url, and image as of transformers)
+- Anthropic's messages: {role, content}; content is a list of blocks (text, image, thinking,
+  tool_use, tool_result)
 - ms-swift: the roles tool_call and tool_response
 - OpenRouter: `reasoning_details`, a list of texts
 
@@ -27,7 +27,16 @@ from itertools import pairwise
 from typing import Any, NamedTuple, cast
 
 from msrl.data.columns import DroppedRow, is_empty, kind_name
-from msrl.data.rows.keys import DETAILS, THOUGHTS, check_block, check_turn, is_trained
+from msrl.data.images.marks import IMAGE, NEXT
+from msrl.data.rows.keys import (
+    DETAILS,
+    IMAGE_KEYS,
+    THOUGHTS,
+    check_block,
+    check_turn,
+    is_image,
+    is_trained,
+)
 from msrl.errors import MsrlError, nearest
 from msrl.strict_json import loads
 from msrl.thoughts import THOUGHT, split_thought
@@ -66,7 +75,9 @@ _ARGUMENTS = ("arguments", "parameters", "input", "args", "kwargs")
 _PASSED_KEYS = ("name", "tool_call_id")
 CALL = ("<tool_call>", "</tool_call>")
 # Blocks are joined by type, in this order.
-_BLOCK_ORDER = {"thinking": 0, "tool_result": 0, "text": 1, "tool_use": 2}
+_BLOCK_ORDER = {
+    "thinking": 0, "tool_result": 0, "text": 1, "image": 1, "image_url": 1, "tool_use": 2
+}  # fmt: skip
 
 
 class ToolCall(NamedTuple):
@@ -78,12 +89,16 @@ class ToolCall(NamedTuple):
 
 
 class _Content(NamedTuple):
-    """Content of one turn. `results` are (tool call id, text) of tool responses."""
+    """Content of one turn. `results` are (tool call id, text) of tool responses.
+
+    The text has a mark for each image of `images`, which are sources.
+    """
 
     text: str
     thought: str
     calls: tuple[ToolCall, ...]
     results: tuple[tuple[str | None, str], ...]
+    images: tuple[Any, ...] = ()
 
 
 def read_messages(value: Any) -> tuple[Message, ...]:
@@ -157,6 +172,11 @@ def read_turn(turn: Any, location: str) -> tuple[Message, ...]:
     role = ROLES[name]
     check_turn(turn, location)
     content = _read_content(turn, name, location)
+    if content.images and role != "user":
+        raise MsrlError(
+            f"{location}: an image in a turn of {role}: only questions can have images. Move it to "
+            "a question."
+        )
     if role != "assistant" and (content.thought or content.calls):
         part = "a thought" if content.thought else "a tool call"
         raise MsrlError(f"{location}: a turn of {role} contains {part}. Move it to an answer.")
@@ -168,6 +188,8 @@ def read_turn(turn: Any, location: str) -> tuple[Message, ...]:
     if role == "tool":
         return (*results, _tool_message(turn, content.text, None, location))
     message = _message(role, content, location)
+    if content.images:
+        message = replace(message, images=content.images)
     blocks = turn["content"] if isinstance(turn.get("content"), list) else ()
     if not is_trained(turn, blocks, role, location):
         message = replace(message, is_trained=False)
@@ -332,13 +354,20 @@ def _read_blocks(blocks: list[Any], location: str) -> _Content:
     thoughts: list[str] = []
     calls: list[ToolCall] = []
     results: list[tuple[str | None, str]] = []
+    images: list[Any] = []
+    is_joined = True  # the next text continues an image, or is the first
     for block in blocks:
         kind = block.get("type") if isinstance(block, dict) else None
         if kind:
             check_block(block, location)
         text = block.get("text", block.get("value")) if kind == "text" else None
         if isinstance(text, str):
-            texts.append(text)
+            texts.append(text if is_joined else f"\n{text}")
+            is_joined = False
+        elif kind and is_image(block):
+            texts.append(IMAGE)
+            images.append(_image_source(block, location))
+            is_joined = True
         elif kind == "thinking" and isinstance(block.get("thinking"), str):
             thoughts.append(block["thinking"])
         elif kind == "tool_use":
@@ -349,11 +378,24 @@ def _read_blocks(blocks: list[Any], location: str) -> _Content:
         else:
             shown = f"a block of type {kind!r}" if kind else type(block).__name__
             raise MsrlError(
-                f"{location}: the content is a list with {shown}, not text. "
-                "Only text, thinking, tool_use and tool_result blocks are supported."
+                f"{location}: the content is a list with {shown}, not text. Only text, image, "
+                "image_url, thinking, tool_use and tool_result blocks are supported."
             )
     _check_block_order(blocks, location)
-    return _Content("\n".join(texts), "\n".join(thoughts), tuple(calls), tuple(results))
+    thought = "\n".join(thoughts)
+    return _Content("".join(texts), thought, tuple(calls), tuple(results), tuple(images))
+
+
+def _image_source(block: dict[str, Any], location: str) -> Any:
+    """Return the source of an image part; `NEXT` if the column of images has it."""
+    sources = {key: block[key] for key in IMAGE_KEYS if block.get(key) is not None}
+    if not sources and block["type"] == "image_url":
+        raise MsrlError(
+            f"{location}: the content is a list with an image_url without a url. Write "
+            '{"type": "image_url", "image_url": {"url": ...}}, or a part of type image or text.'
+        )
+    key = next(iter(sources), "")
+    return {key: sources[key]} if key == "base64" else sources.get(key, NEXT)
 
 
 def _check_block_order(blocks: list[Any], location: str) -> None:
@@ -372,7 +414,12 @@ def _result_text(block: dict[str, Any], location: str) -> str:
     """Return the text of a tool_result block."""
     content = block.get("content")
     if isinstance(content, list):
-        return _read_blocks(content, location).text
+        read = _read_blocks(content, location)
+        if read.images:
+            raise MsrlError(
+                f"{location}: an image in a tool_result: only questions can have images. Remove it."
+            )
+        return read.text
     if not isinstance(content, str | None):
         raise MsrlError(f"{location}: a tool_result is {type(content).__name__}, not text")
     return content or ""

@@ -297,7 +297,7 @@ def _short_prompts(
     dataset = PromptDataset(prefix, decode=tokenizer.backend.decode)
     limit, rows = config.rollout.max_prompt_tokens, tuple(range(len(dataset)))
     if dataset.max_tokens > limit:
-        rows = tuple(row for row in rows if len(dataset[row].token_ids) <= limit)
+        rows = tuple(row for row in rows if dataset.lengths[row] <= limit)
         num_dropped = len(dataset) - len(rows)
         print_note(
             f"{prefix}: dropped {num_dropped} of {len(dataset)} prompts that are longer than "

@@ -15,7 +15,11 @@ from msrl.limits import print_note
 from msrl.plan.run_plan import RunPlan
 from msrl.tracking.progress import progress
 from msrl.types import DatasetManifest
+from msrl.vision.settings import from_json, read_vision_settings
 from msrl.workflows.training.integrity import SHOWN_BYTES
+
+_READS_IMAGES = frozenset[str]()  # commands that read the images of data
+_FREE_IMAGE_SETTINGS = ("min_pixels", "max_pixels")
 
 
 def check_data(manifest: DatasetManifest | None, plan: RunPlan, prefix: str) -> None:
@@ -40,6 +44,7 @@ def check_data(manifest: DatasetManifest | None, plan: RunPlan, prefix: str) -> 
             " Preprocess with the tokenizer of the model."
         )
     _refuse_other_tokenizer(manifest, plan, prefix)
+    _check_images(manifest, plan, prefix)
     if config.model.template is not None and manifest.template != config.model.template:
         raise MsrlError(
             f"model.template={config.model.template}: {prefix} was preprocessed with template "
@@ -61,6 +66,34 @@ def check_data(manifest: DatasetManifest | None, plan: RunPlan, prefix: str) -> 
             f"data prefix {prefix}: the longest example has {longest} tokens, but the model "
             f"supports {shape.max_position_embeddings}. Preprocess with a shorter seq_length, or "
             "set data.seq_length, and data.too_long to drop or truncate."
+        )
+
+
+def _check_images(manifest: DatasetManifest, plan: RunPlan, prefix: str) -> None:
+    """Check that the images of data, if it has any, are those that the model reads.
+
+    The limits of pixels may differ: the data has the size of each image.
+
+    Raises:
+        MsrlError: The model reads other images or none, or the command reads none.
+    """
+    if not manifest.vision:
+        return
+    try:
+        data, model = from_json(manifest.vision), read_vision_settings(plan.model.hf_dir)
+    except (ValueError, MsrlError) as error:
+        raise MsrlError(f"data prefix {prefix}: has images. {error}") from error
+    others = [name for name in data.differences(model) if name not in _FREE_IMAGE_SETTINGS]
+    if others:
+        raise MsrlError(
+            f"data prefix {prefix}: {others[0]}={getattr(data, others[0])}: the image processor of "
+            f"{plan.model.hf_dir} has {getattr(model, others[0])}. Preprocess with the model's "
+            "folder as tokenizer."
+        )
+    if plan.command not in _READS_IMAGES:
+        raise MsrlError(
+            f"data prefix {prefix}: has images, which {plan.command} does not read yet. Preprocess "
+            "rows without images."
         )
 
 

@@ -1,0 +1,1 @@
+"""Images of rows: marks in texts, files and other sources, tokens, and files of a dataset."""

@@ -1,0 +1,192 @@
+"""Files of the images of a dataset, beside those of its tokens.
+
+| file | contents |
+|---|---|
+| `PREFIX_images.bin`, `.idx` | encoded pictures, each distinct one once, as sequences of bytes |
+| `PREFIX_images.jsonl` | a JSON object per picture, in the same order: `sha256`, `bytes`, `format`, `height`, `width`, `grid`, and `path` if a file had it |
+| `PREFIX_image_rows.bin`, `.idx` | per sequence of tokens, pairs of numbers: first image token, picture |
+
+Data with links has no `PREFIX_images.bin` and `.idx`: pictures are read from their paths. Pairs have
+two sequences per row, chosen and rejected. Data without images has none of these files.
+"""  # noqa: E501 - rows of a table
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from msrl.checksums import file_crc32
+from msrl.data.images.load import Picture
+from msrl.data.images.sources import read_image
+from msrl.data.indexed import IndexedReader, IndexedWriter
+from msrl.data.manifest import image_paths
+from msrl.errors import MALFORMED, MsrlError
+from msrl.files import utf8
+from msrl.types import FileRecord, Image, PlacedImage
+from msrl.vision.errors import ImageError
+
+_KNOWN_LINES = 4096
+Places = tuple[tuple[int, int], ...]
+"""First image token and number of each picture of a sequence."""
+
+
+class ImageWriter:
+    """Writer of the files of images in a folder, under their final names.
+
+    Args:
+        folder: folder of the files.
+        name: last part of the prefix.
+        is_linked: write paths in place of pictures.
+    """
+
+    def __init__(self, folder: Path, name: str, *, is_linked: bool) -> None:
+        self.paths = image_paths(str(folder / name), is_linked=is_linked)
+        *pictures, self._lines_path, data, index = self.paths
+        self._rows = IndexedWriter(data, index)
+        self._pictures = IndexedWriter(*pictures, np.uint8) if pictures else None
+        self._lines = self._lines_path.open("wb")
+        self._numbers: dict[str, int] = {}
+        self.num_rows = 0  # sequences with images
+
+    @property
+    def num_images(self) -> int:
+        """Number of distinct pictures."""
+        return len(self._numbers)
+
+    def add_picture(self, picture: Picture) -> int:
+        """Return the number of a picture, which is written if it is new."""
+        if picture.key in self._numbers:
+            return self._numbers[picture.key]
+        if self._pictures is not None:
+            data = np.frombuffer(picture.data, np.uint8)
+            self._pictures.add(data, np.array([len(data)], np.int32))
+        values: dict[str, Any] = {
+            "sha256": picture.key,
+            "bytes": picture.num_bytes,
+            "format": picture.form,
+            "height": picture.height,
+            "width": picture.width,
+            "grid": picture.grid,
+        }
+        if self._pictures is None:
+            values["path"] = picture.path
+        self._lines.write(utf8(json.dumps(values, ensure_ascii=False) + "\n"))
+        return self._numbers.setdefault(picture.key, len(self._numbers))
+
+    def add_rows(self, rows: Sequence[Places]) -> None:
+        """Append the places of the pictures of sequences."""
+        numbers = [number for places in rows for place in places for number in place]
+        lengths = np.array([2 * len(places) for places in rows], np.int32)
+        self._rows.add(np.array(numbers, np.int32), lengths)
+        self.num_rows += sum(bool(places) for places in rows)
+
+    def close(self) -> Iterator[tuple[Path, FileRecord]]:
+        """Close the files. Yield the path and the record of each."""
+        writers = [writer for writer in (self._pictures, self._rows) if writer is not None]
+        records = [record for writer in writers for record in writer.close()]
+        self._lines.close()
+        size = self._lines_path.stat().st_size
+        lines: FileRecord = {"bytes": size, "crc32": file_crc32(self._lines_path)}
+        records.insert(len(records) - 2, lines)
+        yield from zip(self.paths, records, strict=True)
+
+    def abandon(self) -> None:
+        """Close the files without writing indexes."""
+        self._lines.close()
+        for writer in (self._pictures, self._rows):
+            if writer is not None:
+                writer.abandon()
+
+
+class ImageReader:
+    """Images of the sequences of a dataset: `[i]` returns the placed images of sequence i."""
+
+    def __init__(self, prefix: str, num_sequences: int) -> None:
+        """Open the files.
+
+        Raises:
+            MsrlError: a file is missing, damaged, or of another run.
+        """
+        self._prefix = prefix
+        self._rows = IndexedReader(f"{prefix}_image_rows")
+        path = Path(f"{prefix}_images.jsonl")
+        if not path.is_file():
+            raise MsrlError(f"{path}: no such file. Write the data with `msrl preprocess`.")
+        self._path = path
+        self._bytes = np.memmap(path, np.uint8, mode="r")
+        self._ends = np.flatnonzero(self._bytes == ord("\n"))
+        self._pictures = None
+        if Path(f"{prefix}_images.idx").is_file():
+            self._pictures = IndexedReader(f"{prefix}_images")
+        num_pictures = len(self._ends if self._pictures is None else self._pictures)
+        if len(self._rows) != num_sequences or len(self._ends) != num_pictures:
+            raise MsrlError(
+                f"{prefix}: the files of images do not fit the other files of the dataset: they "
+                "are not from the same run. Preprocess the data again."
+            )
+        self._line = lru_cache(maxsize=_KNOWN_LINES)(self._read_line)
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, number: int) -> tuple[PlacedImage, ...]:
+        places = self._rows[number].reshape(-1, 2).tolist()
+        return tuple(PlacedImage(offset, self.image(picture)) for offset, picture in places)
+
+    @property
+    def num_rows(self) -> int:
+        """Number of sequences with images."""
+        return int(np.count_nonzero(self._rows.lengths))
+
+    @property
+    def num_images(self) -> int:
+        """Number of distinct pictures."""
+        return len(self._ends)
+
+    def image(self, number: int) -> Image:
+        """Return a picture by its number.
+
+        Raises:
+            MsrlError: the files are damaged, or a linked file has changed.
+        """
+        if not 0 <= number < len(self._ends):
+            raise MsrlError(
+                f"{self._path}: has {len(self._ends)} pictures, but a row names picture {number}: "
+                "the file is damaged. Copy it or preprocess the data again."
+            )
+        key, grid, path = self._line(number)
+        if self._pictures is not None:
+            return Image(key, grid, self._pictures[number].tobytes())
+        return Image(key, grid, _linked(path, key))
+
+    def _read_line(self, number: int) -> tuple[str, tuple[int, int, int], str]:
+        start = int(self._ends[number - 1]) + 1 if number else 0
+        try:
+            values = json.loads(self._bytes[start : int(self._ends[number])].tobytes())
+            frames, rows, columns = (int(value) for value in values["grid"])
+            return str(values["sha256"]), (frames, rows, columns), str(values.get("path"))
+        except MALFORMED as error:
+            raise MsrlError(
+                f"{self._path}:{number + 1}: not a picture of a dataset: {error}. Copy the file or "
+                "preprocess the data again."
+            ) from error
+
+
+def _linked(path: str, key: str) -> bytes:
+    """Return the contents of a linked file. Raises MsrlError if they have changed."""
+    try:
+        data = read_image(path, Path()).data
+    except ImageError as error:
+        raise MsrlError(f"{path}: {error}") from error
+    if hashlib.sha256(data).hexdigest() != key:
+        raise MsrlError(
+            f"{path}: has changed since the data was preprocessed. Restore the image, or "
+            "preprocess the data again."
+        )
+    return data
