@@ -268,6 +268,30 @@ MUTANTS = (
         "_same_number(*values, tolerance, percent)",
         "_same_number(*values, 0.0, percent)",
     ),
+    Mutant(
+        "rows-shared-by-token-ids",
+        "trainer/objective/device_batch.py",
+        "batch.token_ids if images is None else images.identities(batch.token_ids)",
+        "batch.token_ids",
+    ),
+    Mutant(
+        "pictures-without-rows-and-columns",
+        "trainer/objective/device_batch.py",
+        "None if images is None else images.positions",
+        "None",
+    ),
+    Mutant(
+        "swapped-grid",
+        "algorithms/image_positions.py",
+        "np.indices((1, rows, columns))",
+        "np.indices((1, columns, rows))",
+    ),
+    Mutant(
+        "tower-gradients-not-summed",
+        "trainer/model/gpt.py",
+        "sequence_parallel=config.sequence_parallel",
+        "sequence_parallel=False",
+    ),
 )
 
 

@@ -394,7 +394,8 @@ class MicroBatch:
     loss_mask False. `fields` holds further per-position values of the loss (advantages, weights,
     old_logprobs, reference_logprobs, sampler_logprobs), which are 0 where loss_mask is False. The
     last `num_padding` positions, if any, belong to no sequence of the batch. `routes` are the
-    experts that a pass replays, where `is_routed` is True; None means every position.
+    experts that a pass replays, where `is_routed` is True; None means every position. `images` are
+    in the order of their offsets.
     """
 
     token_ids: Ints  # [N]
@@ -405,6 +406,7 @@ class MicroBatch:
     num_padding: int = 0
     routes: Routes | None = None  # [N, L, k]
     is_routed: Bools | None = None  # [N]
+    images: tuple[PlacedImage, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

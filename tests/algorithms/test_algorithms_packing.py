@@ -1,10 +1,11 @@
-"""Packing: positions in a micro-batch, bins, balance, and the loss under different packings."""
+"""Packing: positions and pictures in a micro-batch, bins, balance, the loss under packings."""
 
 import numpy as np
 import pytest
 import torch
 
 from msrl.algorithms.aggregate import weighted_sum
+from msrl.algorithms.image_positions import image_positions
 from msrl.algorithms.losses.ppo import policy_loss
 from msrl.algorithms.packing import (
     Sequences,
@@ -18,7 +19,7 @@ from msrl.algorithms.packing import (
 from msrl.algorithms.tokens import PolicyTokens
 from msrl.errors import MsrlError
 from msrl.trainer.objective.batches import num_loss_tokens, select
-from msrl.types import RenderedExample
+from msrl.types import Image, PlacedImage, RenderedExample
 from support import mentions
 
 
@@ -208,3 +209,47 @@ def test_packing_and_padding_do_not_change_the_loss_and_the_gradient(ratio):
             loss, other = packed_loss_and_gradient(samples, groups, pad_to_multiple, ratio)
             assert loss == pytest.approx(expected, rel=1e-12)
             torch.testing.assert_close(other, gradient, rtol=1e-10, atol=1e-14)
+
+
+WIDE, HIGH = Image("wide", (1, 2, 6), b""), Image("high", (1, 4, 2), b"")  # 1 x 3 and 2 x 1 tokens
+
+
+def test_positions_by_hand() -> None:
+    """Two tokens, a picture of one row and three columns, one token, one of two rows, a token.
+
+    Text after a picture goes on behind its largest row or column. The next sequence has no picture.
+    """
+    cu_seqlens = np.array([0, 9, 11], np.int32)
+    images = (PlacedImage(2, WIDE), PlacedImage(6, HIGH))
+    times, rows, columns = image_positions(cu_seqlens, images, 2).tolist()
+    assert times == [0, 1, 2, 2, 2, 5, 6, 6, 8, 0, 1]
+    assert rows == [0, 1, 2, 2, 2, 5, 6, 7, 8, 0, 1]
+    assert columns == [0, 1, 2, 3, 4, 5, 6, 6, 8, 0, 1]
+
+
+def test_a_picture_at_the_start_of_a_sequence_and_one_at_its_end() -> None:
+    cu_seqlens = np.array([0, 3, 5, 8], np.int32)
+    images = (PlacedImage(0, WIDE), PlacedImage(3, HIGH), PlacedImage(5, WIDE))
+    times, rows, columns = image_positions(cu_seqlens, images, 2).tolist()
+    assert times == [0] * 8
+    assert rows == [0, 0, 0, 0, 1, 0, 0, 0]
+    assert columns == [0, 1, 2, 0, 0, 0, 1, 2]
+
+
+def test_text_has_equal_positions() -> None:
+    positions = image_positions(np.array([0, 2, 5], np.int32), (), 2)
+    assert positions.tolist() == [[0, 1, 0, 1, 2]] * 3
+
+
+def test_pictures_follow_their_sequences_into_micro_batches() -> None:
+    rows = tuple(np.arange(length) for length in (4, 5, 6))
+    masks = tuple(np.ones(len(row), bool) for row in rows)
+    images = ((PlacedImage(1, WIDE),), (), (PlacedImage(4, HIGH), PlacedImage(0, WIDE)))
+    sequences = Sequences(rows, masks, {}, None, images)
+    packed = micro_batch(*select(sequences, (2, 1, 0)), pad_to_multiple=16)
+    assert [(placed.offset, placed.image.key) for placed in packed.images] == [
+        (0, "wide"),
+        (4, "high"),
+        (12, "wide"),
+    ]
+    assert micro_batch(rows, masks).images == ()

@@ -21,7 +21,7 @@ from msrl.errors import MsrlError
 from msrl.models.families import all_rules
 from msrl.models.parallel_layout import ParallelLayout
 from msrl.models.select import check_layers, is_layer, select_names
-from msrl.models.vision import is_tower
+from msrl.models.vision.tensors import is_tower
 from msrl.verification.bits import compare, find_unequal_copies
 from support import mentions
 

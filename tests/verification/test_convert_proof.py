@@ -26,11 +26,17 @@ from msrl.verification import logits as convert_logits
 from msrl.verification import report as convert_report
 from msrl.verification.agreement import compare_logits
 from msrl.verification.bits import require_equal_copies
+from msrl.verification.pictures import PicturePrompt
 from msrl.verification.tolerance import family_tolerance
 from support import assert_mentions, mentions
 from test_cli import msrl
 from test_convert import run, save_real, to_mcore
 from training_runs import Command, children, files_in, make_tmp, wait_for_end
+
+
+def _prompts(tokens: list[list[int]]) -> list[PicturePrompt]:
+    """Return prompts without pictures."""
+    return [PicturePrompt(ids, ()) for ids in tokens]
 
 
 def test_agreement_by_hand() -> None:
@@ -129,7 +135,7 @@ def test_transformers_computes_the_same_layer_by_layer(
     save_real(tmp_path / "hf", family, tied=tied)
     source, tokens = open_weights(tmp_path / "hf"), [[0, 5, 98, 7], [3, 1]]
     whole, layer_by_layer = (
-        convert_logits._logits_from_folder(tmp_path / "hf", tokens),
+        convert_logits._logits_from_folder(tmp_path / "hf", _prompts(tokens)),
         convert_layerwise.transformers_logits(source, tokens, None),
     )
     torch.testing.assert_close(layer_by_layer, whole, rtol=0, atol=1e-5)
@@ -156,7 +162,7 @@ def _assert_alike_layer_by_layer(root: Path, name: str) -> None:
     families.save_models(root, {name: LAYERWISE[name]})
     folder, tokens = root / name, np.random.default_rng(5).integers(0, 190, (2, 30)).tolist()
     whole, layer_by_layer = (
-        convert_logits._logits_from_folder(folder, tokens),
+        convert_logits._logits_from_folder(folder, _prompts(tokens)),
         convert_layerwise.transformers_logits(open_weights(folder), tokens, None),
     )
     assert whole[0].std() > 0.3, "logits so small that nothing is compared"
@@ -185,7 +191,7 @@ def test_code_and_unknown_model_type_of_a_folder_are_ignored(tmp_path: Path) -> 
     """
     families.save_models(tmp_path, {"deepseek": MIXTURES["kimi k2"]})
     folder, tokens = tmp_path / "deepseek", [[0, 5, 98, 7], [3, 1, 2, 2]]
-    expected = convert_logits._logits_from_folder(folder, tokens)
+    expected = convert_logits._logits_from_folder(folder, _prompts(tokens))
     config = json.loads((folder / "config.json").read_text())
     auto_map = {
         "AutoConfig": "configuration_deepseek.DeepseekV3Config",
@@ -199,8 +205,8 @@ def test_code_and_unknown_model_type_of_a_folder_are_ignored(tmp_path: Path) -> 
     )
     source = open_weights(folder)
     for result in (
-        convert_logits._logits_from_folder(folder, tokens),
-        convert_logits._logits_from_weights(source, tokens, None),
+        convert_logits._logits_from_folder(folder, _prompts(tokens)),
+        convert_logits._logits_from_weights(source, _prompts(tokens), None),
         convert_layerwise.transformers_logits(source, tokens, None),
     ):
         torch.testing.assert_close(result, expected, rtol=0, atol=1e-5)

@@ -11,8 +11,10 @@ the model, k experts per token.
 
 from __future__ import annotations
 
+import itertools
 import operator
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -20,7 +22,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from msrl.errors import MsrlError
-from msrl.types import Bools, Floats, Ints, MicroBatch, Number, RenderedExample, Routes
+from msrl.types import (
+    Bools,
+    Floats,
+    Ints,
+    MicroBatch,
+    Number,
+    PlacedImage,
+    RenderedExample,
+    Routes,
+)
 
 
 class Sequences(NamedTuple):
@@ -30,6 +41,7 @@ class Sequences(NamedTuple):
     loss_masks: tuple[Bools, ...]  # S of [T]
     fields: Mapping[str, tuple[Floats, ...]]  # each S of [T]
     routes: tuple[Routes, ...] | None = None  # S of [T, L, k], or of fewer tokens
+    images: tuple[tuple[PlacedImage, ...], ...] | None = None  # S; None: no pictures
 
 
 def bins(lengths: Sequence[int], capacity: int) -> tuple[tuple[int, ...], ...]:
@@ -139,6 +151,7 @@ def micro_batch(
     loss_masks: Sequence[Bools],  # S of [T], True where the token is trained on
     fields: Mapping[str, Sequence[Floats]] | None = None,  # each S of [T], aligned with the tokens
     routes: Sequence[Routes] | None = None,  # S of [T, L, k], or of the first tokens only
+    images: Sequence[Sequence[PlacedImage]] | None = None,  # S, with offsets in the sequence
     *,
     pad_to_multiple: int = 1,
 ) -> MicroBatch:
@@ -173,6 +186,19 @@ def micro_batch(
         },
         num_padding=padding,
         **({} if routes is None else _packed_routes(routes, lengths, padding)),
+        images=() if images is None else _packed_images(images, lengths),
+    )
+
+
+def _packed_images(
+    images: Sequence[Sequence[PlacedImage]], lengths: Sequence[int]
+) -> tuple[PlacedImage, ...]:
+    """Return the pictures with offsets in the micro-batch, in their order."""
+    starts = itertools.accumulate(lengths, initial=0)
+    return tuple(
+        replace(placed, offset=start + placed.offset)
+        for start, own in zip(starts, images, strict=False)
+        for placed in sorted(own, key=lambda placed: placed.offset)
     )
 
 

@@ -44,7 +44,7 @@ from msrl.models.reward_head import WEIGHT as SCORE_HEAD
 from msrl.models.rules import Replicated, Rule, Vocab, Zeros
 from msrl.models.shape import Shape
 from msrl.models.stages import TIED_OUTPUT, StageTensor, chunk_name, stage_tensors
-from msrl.models.vision import is_tower
+from msrl.models.vision.tensors import is_tower
 
 
 class HfSource(WeightSource):

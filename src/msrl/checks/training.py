@@ -78,9 +78,13 @@ def check_random_weights(resolved: Resolved, plan: RunPlan) -> Iterator[str]:
             f"{shape.architecture} has weights that msrl does not train ({shape.pass_through[0]}"
             "*), so they cannot start from random ones. Use a checkpoint.",
         )
-    if shape is not None and shape.vision is not None:
+    vision = config.train.vision
+    is_frozen = vision.tower_lr is None or vision.projector_lr is None
+    if shape is not None and shape.vision is not None and is_frozen:
         yield resolved.mistake(
-            key, f"the vision tower of {shape.architecture} would stay random. Use a checkpoint."
+            key,
+            f"the vision tower of {shape.architecture} would stay random. Use a checkpoint, or "
+            "train it (train.vision.tower_lr and train.vision.projector_lr).",
         )
     has_indexer = shape is not None and shape.indexer is not None
     if has_indexer and not config.train.indexer_loss_coef:
@@ -213,6 +217,30 @@ def _check_engine_routes(resolved: Resolved) -> Iterator[str]:
             )
 
 
+def check_vision(resolved: Resolved, plan: RunPlan) -> Iterator[str]:
+    """Yield a line for each rate of a vision tower that cannot be trained."""
+    train, shape = resolved.config.train, plan.shape_or_none
+    for name in ("tower_lr", "projector_lr"):
+        if getattr(train.vision, name) is None or shape is None:
+            continue
+        key = f"train.vision.{name}"
+        if shape.vision is None:
+            yield resolved.mistake(
+                key, f"{shape.architecture} has no vision tower that msrl trains. Remove it."
+            )
+        elif train.lora.rank is not None:
+            yield resolved.mistake(
+                key, "conflicts with train.lora, which freezes the complete model. Remove one."
+            )
+        elif plan.is_reward_model or plan.trains_steps:
+            yield resolved.mistake(key, "is not supported for reward models. Remove it.")
+        else:
+            yield resolved.mistake(
+                key,
+                "has no effect yet, because no command reads rows with pictures. Remove it.",
+            )
+
+
 def check_lora(resolved: Resolved, plan: RunPlan) -> Iterator[str]:
     lora, shape = resolved.config.train.lora, plan.shape_or_none
     if lora.rank is None:
@@ -259,7 +287,14 @@ def check_freeze(resolved: Resolved, plan: RunPlan) -> Iterator[str]:
     shape = plan.shape_or_none
     if shape is not None and resolved.config.train.freeze:
         try:
-            names = frozen_names(shape, resolved.config.train.freeze, key="train.freeze")
+            train = resolved.config.train
+            names = frozen_names(
+                shape,
+                train.freeze,
+                trains_tower=train.vision.tower_lr is not None,
+                trains_projector=train.vision.projector_lr is not None,
+                key="train.freeze",
+            )
         except MsrlError as error:
             yield str(error)
             return

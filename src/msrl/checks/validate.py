@@ -60,6 +60,7 @@ from msrl.checks.training import (
     check_sft_batches,
     check_training_inputs,
     check_training_length,
+    check_vision,
 )
 from msrl.config.facts import key_facts
 from msrl.config.loader import Resolved
@@ -246,6 +247,7 @@ _MODEL: tuple[PlanCheck, ...] = (
     check_indexer_loss,
     check_lora,
     check_random_weights,
+    check_vision,
 )
 
 # Commands that train on sampled responses.

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import astuple, dataclass, replace
 
-from msrl.config.sections.train import LoraConfig, TrainConfig
+from msrl.config.sections.train import LoraConfig, TrainConfig, VisionConfig
 from msrl.models.parallel_layout import Coords, ParallelLayout
 from msrl.models.reward_head import BIAS, WEIGHT
 from msrl.models.rules import Replicated, Sharded, Vocab
@@ -91,7 +91,13 @@ def _unfrozen_elements(
     shape: Shape, tensors: Iterable[StageTensor], train: TrainConfig
 ) -> list[tuple[StageTensor, int]]:
     """Return the tensors that are trained without LoRA, with their elements on a rank."""
-    frozen = frozen_names(shape, train.freeze, key="train.freeze")
+    frozen = frozen_names(
+        shape,
+        train.freeze,
+        trains_tower=train.vision.tower_lr is not None,
+        trains_projector=train.vision.projector_lr is not None,
+        key="train.freeze",
+    )
     return [
         (tensor, _elements(tensor))
         for tensor in tensors
@@ -160,7 +166,12 @@ def critic_state(plan: RunPlan, stage: int) -> State:
 
 def _critic_state(plan: RunPlan, shape: Shape, stage: int) -> State:
     """Return the state of a critic in the layout of the plan."""
-    changes = {"lora": LoraConfig(), "freeze": (BIAS,), "indexer_loss_coef": 0.0}
+    changes = {
+        "lora": LoraConfig(),
+        "freeze": (BIAS,),
+        "indexer_loss_coef": 0.0,
+        "vision": VisionConfig(),
+    }
     train = plan.train.model_copy(update=changes)
     return State(**state_bytes(plan, shape, stage, train))
 

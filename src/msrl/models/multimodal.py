@@ -13,7 +13,7 @@ from msrl.models.decoder import decoder_shape, switched_window, with_attention
 from msrl.models.hf_config import HfConfig
 from msrl.models.layer_rules.names import Names
 from msrl.models.shape import Shape
-from msrl.models.vision import Kind, read_vision
+from msrl.models.vision.tower import Kind, read_vision
 
 
 def qwen2_vision_model(config: HfConfig, family: str, kind: Kind) -> Shape:

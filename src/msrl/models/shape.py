@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from msrl.models.vision import Vision
+from msrl.models.vision.tower import Vision
 
 
 @dataclass(frozen=True, slots=True)

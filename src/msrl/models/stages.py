@@ -102,6 +102,15 @@ def distinct_tensors(
     )
 
 
+def has_deepstack_on_first_stage(shape: Shape, layout: ParallelLayout) -> bool:
+    """Return True if the first (virtual) stage has all layers that add deeper features of pictures.
+
+    Other stages do not get the features. Text does not need them.
+    """
+    deepest = 0 if shape.vision is None else len(shape.vision.deepstack)
+    return set(range(deepest)) <= set(layout.chunks(shape.num_layers, 0)[0])
+
+
 def _shard(rule: Rule, layout: ParallelLayout, at: Coords) -> tuple[int, int]:
     return (
         (at.tp, layout.tp) if rule.expert is None else (layout.expert_tp_rank(at), layout.etp_size)

@@ -134,7 +134,9 @@ class LanguageModelReplica(ModelReplica):
         None except on the last stage.
         """
         unmasked = [
-            MicroBatch(b.token_ids, b.labels, np.ones_like(b.loss_mask), b.cu_seqlens)
+            MicroBatch(
+                b.token_ids, b.labels, np.ones_like(b.loss_mask), b.cu_seqlens, images=b.images
+            )
             for b in micro_batches
         ]
 

@@ -14,6 +14,9 @@ from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import (
     ChainedOptimizer,
     OptimizerConfig,
+    ParamGroupOverride,
+    ParamKey,
+    ParamWithNamePredicate,
     get_megatron_optimizer,
     get_standard_config_overrides,
 )
@@ -22,15 +25,24 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch import Tensor
 
 from msrl.config.sections import train
+from msrl.models.vision.tensors import PROJECTOR, TOWER
 from msrl.trainer.gradient_norm import use_accurate_norms
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
+LR_FACTOR = "msrl_lr_factor"
 
 
 def build_optimizer(
-    wrapped: Sequence[DistributedDataParallel], settings: train.OptimizerConfig, *, is_bf16: bool
+    wrapped: Sequence[DistributedDataParallel],
+    settings: train.OptimizerConfig,
+    vision: train.VisionConfig,
+    *,
+    is_bf16: bool,
 ) -> ChainedOptimizer:
-    """Return the optimizer of a rank's model, which may have several virtual pipeline stages."""
+    """Return the optimizer of a rank's model, which may have several virtual pipeline stages.
+
+    Every group of parameters has the factor `LR_FACTOR` of the learning rate.
+    """
     use_accurate_norms()
     config = OptimizerConfig(
         optimizer="adam",
@@ -45,16 +57,35 @@ def build_optimizer(
         use_distributed_optimizer=True,
     )
     overrides = get_standard_config_overrides(config)  # no decay of biases and norms
+    for name, lr in (("projector", vision.projector_lr), ("tower", vision.tower_lr)):
+        if lr is not None:
+            overrides[_of_vision(name)] = ParamGroupOverride(max_lr=lr)
     chain = get_megatron_optimizer(config, list(wrapped), overrides, use_gloo_process_groups=False)
     assert isinstance(chain, ChainedOptimizer)
     for distributed in active_optimizers(chain):
         for group in distributed.optimizer.param_groups:
             # Megatron's scheduler, which msrl does not use, would apply the multiplier.
             group["weight_decay"] = settings.weight_decay * group["wd_mult"]
+            # A rate that equals the model's leaves it in every bit.
+            own = group["max_lr"]
+            group[LR_FACTOR] = 1.0 if own == settings.lr else own / settings.lr
             if is_torch_adamw(distributed):
                 # One pass over each shard instead of ten.
                 group["fused"], group["foreach"] = True, False
     return chain
+
+
+def _of_vision(name: str) -> ParamKey:
+    """Return Megatron's key of the parameters of a vision tower: its `projector`, or the others.
+
+    Names may have prefixes of wrappers.
+    """
+
+    def matches(_: Tensor, parameter: str) -> bool:
+        own = parameter[parameter.find(TOWER) :]
+        return own.startswith(TOWER) and own.startswith(PROJECTOR) is (name == "projector")
+
+    return ParamKey(with_name_predicate=ParamWithNamePredicate(name=name, fn=matches))
 
 
 def is_torch_adamw(distributed: DistributedOptimizer) -> bool:

@@ -6,20 +6,25 @@ float32.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from msrl.algorithms.packing import micro_batch
 from msrl.models.parallel_layout import ParallelLayout
 from msrl.platforms import resolve
 from msrl.trainer.launch import RankContext, run_ranks
+from msrl.types import Image, PlacedImage
 
 if TYPE_CHECKING:
     import torch
+
+    from msrl.trainer.language_model import LanguageModelReplica
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +36,7 @@ class _LogitRequest:
     platform: str
     layout: ParallelLayout
     layerwise: bool
+    images: tuple[tuple[PlacedImage, ...], ...]  # of each sequence; () without pictures
 
 
 def megatron_logits(
@@ -40,17 +46,18 @@ def megatron_logits(
     *,
     platform: str = "cpu",
     layerwise: bool = False,
+    images: Sequence[tuple[PlacedImage, ...]] = (),
 ) -> list[torch.Tensor]:
     """Return the logits of each sequence that the ranks of a layout compute from the checkpoint.
 
-    Each is [T, vocabulary] float32.
+    Each is [T, vocabulary] float32. The pictures of each sequence, if any, are `random_patches`.
 
     With `layerwise`, one rank on the CPU holds one layer at a time (see `trainer.layerwise`), and
     the layout must have one rank.
     """
     device = resolve(platform)
     ids = tuple(tuple(sequence) for sequence in token_ids)
-    request = _LogitRequest(checkpoint_dir, ids, device.name, layout, layerwise)
+    request = _LogitRequest(checkpoint_dir, ids, device.name, layout, layerwise, tuple(images))
     (logits,) = run_ranks(
         "msrl.trainer.probe:rank", request, num_ranks=layout.ranks_per_model, platform=device
     )
@@ -77,10 +84,17 @@ def rank(context: RankContext, request: _LogitRequest) -> None:
     training_rank = TrainingRank(
         settings, context.rank, context.world_size, context.init_method, policy_class=policy_class
     )
+    if request.images:
+        _use_random_patches(training_rank.policy)
     # One pass over the weights, or one per sequence.
     groups = [request.token_ids] if request.layerwise else [(ids,) for ids in request.token_ids]
+    images = request.images or ((),) * len(request.token_ids)
+    of_groups = [images] if request.layerwise else [(own,) for own in images]
     logits = training_rank.policy.logits(
-        [_batch(group, training_rank.sequence_multiple) for group in groups]
+        [
+            _batch(group, own, training_rank.sequence_multiple)
+            for group, own in zip(groups, of_groups, strict=True)
+        ]
     )
     if logits is not None and training_rank.position.stage_rank == 0:
         context.report(
@@ -93,15 +107,49 @@ def rank(context: RankContext, request: _LogitRequest) -> None:
     training_rank.close()
 
 
+def random_patches(
+    images: Sequence[Image], num_elements: int
+) -> NDArray[np.float32]:  # [P, num_elements]
+    """Return random patches, one picture after the other; the key of a picture is the seed."""
+    patches = [
+        np.random.default_rng(int(image.key)).standard_normal(
+            (math.prod(image.grid), num_elements), np.float32
+        )
+        for image in images
+    ]
+    return np.concatenate(patches)
+
+
+def _use_random_patches(policy: LanguageModelReplica) -> None:
+    """Replace the pixels of pictures by `random_patches`."""
+    import torch
+
+    assert policy.pictures is not None, "the model has no vision tower"
+    num_elements, device = policy.pictures.vision.patch_elements, policy.position.device
+
+    def load(images: Sequence[Image]) -> torch.Tensor:
+        return torch.from_numpy(random_patches(images, num_elements)).to(device)
+
+    policy.pictures = replace(policy.pictures, load=load)
+
+
 def _rows(packed: torch.Tensor, group: Sequence[Sequence[int]]) -> Sequence[torch.Tensor]:
     """Return the logits of each sequence from the logits of the packed micro-batch."""
     lengths = [len(ids) for ids in group]
     return packed[: sum(lengths)].split(lengths)
 
 
-def _batch(sequences: Sequence[Sequence[int]], multiple: int) -> Any:
+def _batch(
+    sequences: Sequence[Sequence[int]],
+    images: Sequence[tuple[PlacedImage, ...]],
+    multiple: int,
+) -> Any:
     """Return the sequences packed into one micro-batch, with all tokens selected."""
     masks = [np.ones(len(ids), bool) for ids in sequences]
     return micro_batch(
-        [np.asarray(ids, np.int64) for ids in sequences], masks, {}, pad_to_multiple=multiple
+        [np.asarray(ids, np.int64) for ids in sequences],
+        masks,
+        {},
+        images=images,
+        pad_to_multiple=multiple,
     )

@@ -36,12 +36,18 @@ from msrl.trainer.model.outputs import HiddenStates
 from msrl.trainer.model.padding import token_multiple
 from msrl.trainer.model.rope import RotaryTables
 from msrl.trainer.model.routes import RoutingReplay
+from msrl.trainer.model.vision.pixels import Pixels
 from msrl.trainer.objective.batches import filler
-from msrl.trainer.objective.device_batch import DeviceBatch, spread, to_device
+from msrl.trainer.objective.device_batch import DeviceBatch, Pictures, spread, to_device
 from msrl.trainer.objective.logprobs import DistributionComparison
 from msrl.trainer.objective.requests import UpdateRequest
 from msrl.trainer.offload import HostMemory
-from msrl.trainer.optimizer import build_optimizer, clip_gradients, state_tensors
+from msrl.trainer.optimizer import (
+    LR_FACTOR,
+    build_optimizer,
+    clip_gradients,
+    state_tensors,
+)
 from msrl.trainer.settings import ReplicaSettings, sequence_multiple
 from msrl.trainer.widened import in_float32
 from msrl.types import Floats, MicroBatch
@@ -61,6 +67,7 @@ class ModelReplica:
 
     def __init__(self, settings: ReplicaSettings, position: RankPosition) -> None:
         self.settings, self.position = settings, position
+        self.pictures: Pictures | None = None
         self.model, self.shape = self.load_model()
         self.num_chunks = position.layout.num_chunks(self.shape.num_layers)
         self.links = self._build_links()
@@ -92,6 +99,9 @@ class ModelReplica:
             position.logits_dtype,
         )
         self.fill_weights(megatron.named_weights(model), source)
+        if shape.vision is not None:
+            pixels = Pixels(source.hf_dir, position.device)
+            self.pictures = Pictures(shape.vision, pixels.patches)
         return model, shape
 
     def _open_weights(self) -> WeightSource:
@@ -131,7 +141,7 @@ class ModelReplica:
                 position.device,
                 is_split=sequence_multiple(position.layout, self.shape) > 1,
             )
-        megatron.freeze(self.model, self.shape, position.layout, settings.freeze)
+        megatron.freeze(self.model, self.shape, position.layout, settings)
         if settings.lora.rank is not None:
             self.adapters = Adapters(
                 self.model,
@@ -154,7 +164,9 @@ class ModelReplica:
         if self.shape.moe is not None and settings.router.replay != "none":
             self.replay = RoutingReplay(self.shape.moe, position.device)
         self.wrapped = megatron.wrap(self.model, position.platform)
-        self.optimizer = build_optimizer(self.wrapped, optimizer, is_bf16=self._is_bf16)
+        self.optimizer = build_optimizer(
+            self.wrapped, optimizer, settings.vision, is_bf16=self._is_bf16
+        )
 
     def _offloadable(self) -> dict[str, Callable[[], Iterable[Tensor]]]:
         """Return the kinds of tensors that the settings offload."""
@@ -287,7 +299,7 @@ class ModelReplica:
         """
         # In place of Megatron's scheduler: the driver computes the rate of every update.
         for group in self.optimizer.param_groups:
-            group["lr"] = lr
+            group["lr"] = lr * group[LR_FACTOR]
         self._check_gradients()
         # The parts of MegatronOptimizer.step (0.16.1), with the guard between norm and update.
         self.optimizer.prepare_grads()
@@ -399,6 +411,7 @@ class ModelReplica:
             multiple=self.sequence_multiple,
             shares_prefixes=self._shares_prefixes,
             comparisons=comparisons,
+            pictures=self.pictures,
         )
         packed = batch.packed
         if self.balance is not None and is_training:

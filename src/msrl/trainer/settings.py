@@ -17,6 +17,7 @@ from msrl.config.sections.train import (
     RecomputeConfig,
     RouterConfig,
     TrainConfig,
+    VisionConfig,
 )
 from msrl.models.parallel_layout import ParallelLayout
 from msrl.models.reward_head import BIAS
@@ -68,6 +69,7 @@ class ReplicaSettings:
     is_random: bool = False  # random weights of the rank's seed; `model` only has a config.json
     optimizer: OptimizerConfig | None = None
     freeze: tuple[str, ...] = ()  # patterns of parameter names, as `models/select.py` reads them
+    vision: VisionConfig = field(default_factory=VisionConfig)
     lora: LoraConfig = field(default_factory=LoraConfig)
     start_adapters: Path | None = None  # checkpoint whose adapters these start from
     recompute: RecomputeConfig = field(default_factory=RecomputeConfig)

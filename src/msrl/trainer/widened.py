@@ -40,6 +40,8 @@ def in_float32(model: nn.Module) -> Iterator[None]:
 def _units(stage: PolicyModel) -> Iterator[nn.Module]:
     """Yield the modules of a stage that have their own copies, one after another."""
     decoder: Any = stage.decoder
+    if hasattr(stage, "vision_model"):
+        yield stage.vision_model
     yield from decoder.layers
     if decoder.final_layernorm is not None:
         yield decoder.final_layernorm

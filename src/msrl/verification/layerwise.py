@@ -18,7 +18,7 @@ from msrl.models.hf_config import read_hf_config
 from msrl.models.reward_head import scoring_config
 from msrl.models.rules import Rule
 from msrl.models.shape import Shape
-from msrl.models.vision import is_tower
+from msrl.models.vision.tensors import is_tower
 
 if TYPE_CHECKING:
     from msrl.trainer.streaming import Fill
@@ -109,15 +109,17 @@ def transformers_logits(
     return [row[: len(ids)].clone() for row, ids in zip(logits, tokens, strict=True)]
 
 
-def outputs(model: Any, rows: Tensor, shape: Shape) -> Tensor:
+def outputs(model: Any, rows: Tensor, shape: Shape, **pictures: Tensor) -> Tensor:
     """Return the output of transformers' `model` for token ids [B, T] at every position.
+
+    `pictures` are its arguments for pictures.
 
     It is logits [B, T, vocabulary], or scores [B, T, 1]: the forward pass of a reward model returns
     only the score of the last token.
     """
     if shape.reward_head:
         return model.score(model.base_model(rows, use_cache=False).last_hidden_state)
-    return model(rows, use_cache=False).logits
+    return model(rows, use_cache=False, **pictures).logits
 
 
 _OUTPUT = "lm_head.weight"

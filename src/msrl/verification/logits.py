@@ -28,12 +28,16 @@ from msrl.models.rules import Rule
 from msrl.models.shape import Shape
 from msrl.temporary import owned_folder
 from msrl.tracking.progress import Progress, progress
+from msrl.types import PlacedImage
 from msrl.verification import layerwise
+from msrl.verification.pictures import PicturePrompt, picture_inputs
 
 
 @dataclass(frozen=True, slots=True)
 class LogitSource:
     """Computation of the logits of `token_ids`, each sequence [T, vocabulary].
+
+    The `images` of each sequence need the model in memory.
 
     Megatron runs on `platform`, a choice of `cluster.platform`. With `in_memory`, the complete
     model is in memory; otherwise one layer at a time.
@@ -42,6 +46,12 @@ class LogitSource:
     platform: str
     token_ids: list[list[int]]
     in_memory: bool
+    images: tuple[tuple[PlacedImage, ...], ...] = ()
+
+    @property
+    def _prompts(self) -> list[PicturePrompt]:
+        images = self.images or ((),) * len(self.token_ids)
+        return [PicturePrompt(*each) for each in zip(self.token_ids, images, strict=True)]
 
     def from_folder(self, source: WeightSource, folder: Path) -> list[Tensor]:
         """Return the logits of transformers, which loads the folder of `source` as a user would.
@@ -51,7 +61,7 @@ class LogitSource:
         if not self.in_memory or "quantization_config" in read_hf_config(folder).values:
             return self.from_weights(source, None)
         with self._progress("transformers") as bar:
-            return _logits_from_folder(folder, self.token_ids, bar.advance)
+            return _logits_from_folder(folder, self._prompts, bar.advance)
 
     def from_weights(self, source: WeightSource, dtype: torch.dtype | None) -> list[Tensor]:
         """Return the logits of transformers with the tensors of `source`, rounded to `dtype`.
@@ -60,7 +70,7 @@ class LogitSource:
         """
         with self._progress("transformers") as bar:
             if self.in_memory:
-                return _logits_from_weights(source, self.token_ids, dtype, bar.advance)
+                return _logits_from_weights(source, self._prompts, dtype, bar.advance)
             logits = layerwise.transformers_logits(source, self.token_ids, dtype)
             bar.advance(len(logits))
             return logits
@@ -86,7 +96,7 @@ class LogitSource:
                 trust_remote_code=False,
                 attn_implementation=layerwise.ATTENTION,
             )
-            return _forward(model, self.token_ids, source.shape, bar.advance)
+            return _forward(model, self._prompts, source.shape, bar.advance)
 
     def from_megatron(self, checkpoint: Path, hf_dir: Path | None = None) -> list[Tensor]:
         """Return the logits of Megatron, which loads an mcore checkpoint.
@@ -105,7 +115,12 @@ class LogitSource:
         name = platform.name if has_devices else "cpu"
         with _with_config(checkpoint, hf_dir) as folder, self._progress("Megatron") as bar:
             logits = megatron_logits(
-                folder, self.token_ids, layout, platform=name, layerwise=not self.in_memory
+                folder,
+                self.token_ids,
+                layout,
+                platform=name,
+                layerwise=not self.in_memory,
+                images=self.images,
             )
             bar.advance(len(logits))
             return logits
@@ -130,7 +145,7 @@ def _with_config(checkpoint: Path, hf_dir: Path | None) -> Iterator[Path]:
 
 
 def _logits_from_folder(
-    folder: Path, tokens: list[list[int]], advance: Callable[[], None] = lambda: None
+    folder: Path, prompts: list[PicturePrompt], advance: Callable[[], None] = lambda: None
 ) -> list[Tensor]:
     from transformers.utils import logging
 
@@ -144,16 +159,16 @@ def _logits_from_folder(
         local_files_only=True,
         attn_implementation=layerwise.ATTENTION,
     )
-    return _forward(model, tokens, shape, advance)
+    return _forward(model, prompts, shape, advance)
 
 
 def _logits_from_weights(
     source: WeightSource,
-    tokens: list[list[int]],
+    prompts: list[PicturePrompt],
     dtype: torch.dtype | None,
     advance: Callable[[], None] = lambda: None,
 ) -> list[Tensor]:
-    return _forward(transformers_model(source, dtype), tokens, source.shape, advance)
+    return _forward(transformers_model(source, dtype), prompts, source.shape, advance)
 
 
 def transformers_model(source: WeightSource, dtype: torch.dtype | None) -> Any:
@@ -208,14 +223,18 @@ def _without_bar(items: Iterable[Any], **_: object) -> Iterable[Any]:
 
 
 def _forward(
-    model: Any, tokens: list[list[int]], shape: Shape, advance: Callable[[], None]
+    model: Any, prompts: list[PicturePrompt], shape: Shape, advance: Callable[[], None]
 ) -> list[Tensor]:
     """Return each sequence's logits, [T, vocabulary], or scores, [T, 1], and release the model."""
     model.eval()
     logits = list[Tensor]()
     with torch.inference_mode():
-        for ids in tokens:
-            logits.append(layerwise.outputs(model, torch.tensor([ids]), shape)[0].clone())
+        for prompt in prompts:
+            rows, inputs = torch.tensor([prompt.token_ids]), dict[str, Tensor]()
+            if prompt.images:
+                assert shape.vision is not None, "sampled for a model with a vision tower"
+                inputs = picture_inputs(model, shape.vision, rows, prompt.images)
+            logits.append(layerwise.outputs(model, rows, shape, **inputs)[0].clone())
             advance()
     del model
     gc.collect()

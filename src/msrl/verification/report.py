@@ -8,7 +8,7 @@ swapped both ways, passes the first comparison and fails the second.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -19,17 +19,23 @@ from msrl.checkpoint.convert import hf_specs
 from msrl.checkpoint.dtypes import CHOICES
 from msrl.checkpoint.gguf.folder import open_gguf
 from msrl.checkpoint.gguf.write import FILE, GgufModel
+from msrl.checkpoint.mcore.files import TRACKER
+from msrl.checkpoint.mcore.locate import saved_layout
 from msrl.checkpoint.source import HfSource, ShardedSource, WeightSource, open_mcore
 from msrl.config.sections.commands import ConvertConfig
 from msrl.errors import MsrlError
 from msrl.models.families import all_rules, num_parameters
+from msrl.models.parallel_layout import SINGLE_RANK, ParallelLayout
 from msrl.models.shape import Shape
+from msrl.models.stages import has_deepstack_on_first_stage
 from msrl.temporary import owned_folder
 from msrl.tracking.progress import amount_text, progress
+from msrl.types import PlacedImage
 from msrl.verification import layerwise
 from msrl.verification.agreement import Agreement, compare_logits
 from msrl.verification.bits import compare, find_unequal_copies
 from msrl.verification.logits import LogitSource
+from msrl.verification.pictures import picture_prompts
 from msrl.verification.tolerance import MAX_DIVERGENCE, family_tolerance
 
 _NUM_DRAWS, _MAX_TOKENS = 2, 32
@@ -105,7 +111,9 @@ def checks(
     samples, in_memory = sample_tokens(source.shape, source.hf_dir), fits_in_memory(source.shape)
     if not in_memory:
         print("The model does not fit into memory: computing its logits layer by layer")
-    logits = LogitSource(platform, samples.token_ids, in_memory)
+    elif source.shape.vision is not None:
+        samples = _with_pictures(samples, source.shape, _layout(load, save))
+    logits = LogitSource(platform, samples.token_ids, in_memory, samples.images)
     description = "transformers, Megatron"
     if convert.command == "gguf2hf":
         left, right = logits.from_weights(source, None), logits.from_gguf(load, source)
@@ -270,10 +278,11 @@ def _not_compared(shape: Shape) -> Check:
 
 @dataclass(frozen=True, slots=True)
 class Samples:
-    """Token ids for the comparison, and a description of their origin."""
+    """Token ids for the comparison, a description of their origin, and pictures of each row."""
 
     token_ids: list[list[int]]
     origin: str
+    images: tuple[tuple[PlacedImage, ...], ...] = ()
 
 
 def sample_tokens(shape: Shape, hf_dir: Path) -> Samples:
@@ -286,6 +295,28 @@ def sample_tokens(shape: Shape, hf_dir: Path) -> Samples:
     return Samples(
         [*texts, *rows.tolist()], f"{len(texts)} texts and {_NUM_DRAWS} rows of random tokens"
     )
+
+
+def _with_pictures(samples: Samples, shape: Shape, layout: ParallelLayout) -> Samples:
+    """Return the samples with prompts that have two pictures each.
+
+    They are unchanged if Megatron cannot compute pictures in the parallel layout.
+    """
+    prompts = picture_prompts(shape)
+    if not prompts or not has_deepstack_on_first_stage(shape, layout):
+        return replace(samples, origin=f"{samples.origin}, none with pictures")
+    return Samples(
+        [*samples.token_ids, *(prompt.token_ids for prompt in prompts)],
+        f"{samples.origin}, {len(prompts)} prompts with two pictures each",
+        (*[()] * len(samples.token_ids), *(prompt.images for prompt in prompts)),
+    )
+
+
+def _layout(load: Path, save: Path) -> ParallelLayout:
+    """Return the parallel layout of the mcore checkpoint of a conversion, if there is one."""
+    folders = (folder for folder in (save, load) if (folder / TRACKER).is_file())
+    checkpoint = next(folders, None)
+    return SINGLE_RANK if checkpoint is None else saved_layout(checkpoint)
 
 
 def _texts(hf_dir: Path) -> list[list[int]]:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 import families
 from families import FAMILIES
-from msrl.trainer.model.vision import VisionTower
+from msrl.trainer.model.vision.tower import VisionTower
 
 GRIDS = [(1, 6, 8), (1, 10, 4), (1, 8, 8), (1, 8, 8), (1, 2, 2)]
 CHANGES = {

@@ -24,7 +24,7 @@ from msrl.errors import ManyErrors, MsrlError
 from msrl.models.families import all_rules
 from msrl.models.reward_head import HF_WEIGHT
 from msrl.models.rules import Rule
-from msrl.models.vision import is_tower
+from msrl.models.vision.tensors import is_tower
 
 _HEAD = "lm_head.weight"
 

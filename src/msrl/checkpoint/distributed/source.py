@@ -19,7 +19,7 @@ from msrl.models.families import all_rules
 from msrl.models.reward_head import OUTPUT_LAYER
 from msrl.models.rules import Rule, Vocab, Zeros
 from msrl.models.shape import Shape
-from msrl.models.vision import is_tower
+from msrl.models.vision.tensors import is_tower
 
 
 class DistSource(WeightSource):

@@ -29,7 +29,7 @@ from msrl.models.paths import IRREGULAR, OVERSIZED, is_oversized
 from msrl.models.reward_head import has_classifier, is_scoring, scoring_config
 from msrl.models.rules import Rule
 from msrl.models.shape import Shape
-from msrl.models.vision import published_names
+from msrl.models.vision.tensors import published_names
 from msrl.types import ChatFormat
 
 _DTYPE_KEYS = frozenset({"dtype", "torch_dtype"})

@@ -18,7 +18,7 @@ from msrl.errors import MsrlError
 from msrl.models.families import rules_for
 from msrl.models.hf_config import read_hf_config
 from msrl.models.shape import Shape
-from msrl.models.vision import is_tower, published_names
+from msrl.models.vision.tensors import is_tower, published_names
 
 FILE = "msrl_carried.safetensors"
 

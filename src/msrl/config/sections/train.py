@@ -253,6 +253,21 @@ class LoraConfig(Section):
     )
 
 
+class VisionConfig(Section):
+    """Training of the vision tower of a vision-language model, which is frozen by default."""
+
+    tower_lr: Positive | None = Field(
+        default=None,
+        description="Peak learning rate of the vision tower without its projector, with the "
+        "schedule of train.optimizer. Default: it is frozen.",
+    )
+    projector_lr: Positive | None = Field(
+        default=None,
+        description="Peak learning rate of the projector, which maps outputs of the vision tower "
+        "to the language model, with the schedule of train.optimizer. Default: it is frozen.",
+    )
+
+
 class TrainConfig(Section):
     """Optimization of the model."""
 
@@ -314,6 +329,9 @@ class TrainConfig(Section):
         default=(),
         description="Parameters to freeze: patterns (* and ?) of Hugging Face or Megatron names. "
         "Default: none.",
+    )
+    vision: VisionConfig = Field(
+        default=VisionConfig(), description="Training of the vision tower."
     )
     max_skipped: Count = Field(
         default=3,

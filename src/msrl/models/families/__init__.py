@@ -33,7 +33,7 @@ from msrl.models.reward_head import (
 from msrl.models.rules import Rule, Rules
 from msrl.models.shape import Shape
 from msrl.models.unsupported import UNSUPPORTED
-from msrl.models.vision import with_tower_rules
+from msrl.models.vision.tensors import with_tower_rules
 
 
 @functools.cache

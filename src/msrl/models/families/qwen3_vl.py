@@ -13,7 +13,7 @@ from msrl.models.hf_config import HfConfig
 from msrl.models.layer_rules.names import Names
 from msrl.models.multimodal import language_config, with_sections
 from msrl.models.shape import Shape
-from msrl.models.vision import read_vision
+from msrl.models.vision.tower import read_vision
 
 ARCHITECTURES = ("Qwen3VLForConditionalGeneration",)
 NAMES = Names(

@@ -21,6 +21,7 @@ from torch import Tensor
 from msrl.checkpoint.mcore import files as mcore
 from msrl.checkpoint.rank_shapes import rank_plan
 from msrl.checkpoint.source import ShardedSource
+from msrl.config.sections.train import VisionConfig
 from msrl.errors import MsrlError
 from msrl.models.parallel_layout import Coords, ParallelLayout
 from msrl.platforms.base import Platform
@@ -106,6 +107,7 @@ def begin(
         "updates": updates[0],
         "freeze": frozen,
         "trains_indexers": bool(policy.settings.indexer_loss_coef),
+        "trains_vision": _trained_vision(policy.settings.vision),
         "extra": dict(extra),
     }
     if rank.critic is not None:
@@ -200,6 +202,16 @@ def _check_resumable(rank: TrainingRank, saved: SavedTraining, state: Mapping[st
             f"train.freeze={list(freeze)}: {saved.training_dir} was trained with {before}. Set the "
             "same value, or start a new training from its weights with checkpoint.load."
         )
+    before, own = state.get("trains_vision", []), _trained_vision(rank.main.settings.vision)
+    if before != own:
+        name = next(
+            name for name in ("tower_lr", "projector_lr") if (name in before) != (name in own)
+        )
+        did, remedy = ("with", "Set") if name in before else ("without", "Remove")
+        raise MsrlError(
+            f"train.vision.{name}: {saved.training_dir} was trained {did} this key. {remedy} it, "
+            "or start a new training from its weights with checkpoint.load."
+        )
     coef = rank.main.settings.indexer_loss_coef
     if bool(state.get("trains_indexers")) != bool(coef):
         did = "with a coefficient above 0" if coef == 0 else "with 0"
@@ -216,6 +228,11 @@ def _check_resumable(rank: TrainingRank, saved: SavedTraining, state: Mapping[st
             f"this training {own_critic}. Set the same estimator, or start a new training from its "
             "weights with checkpoint.load."
         )
+
+
+def _trained_vision(vision: VisionConfig) -> list[str]:
+    """Return the keys of the components of a vision tower that are trained."""
+    return [name for name in ("tower_lr", "projector_lr") if getattr(vision, name) is not None]
 
 
 def _restore_policy(policy: ModelReplica, saved: SavedTraining, updates: int) -> None:

@@ -40,6 +40,7 @@ from msrl.trainer.model.layers import (
     ACTIVATIONS,
     AllHeadsNorm,
     CoreAttention,
+    DeepstackLayer,
     GatedMlp,
     PostNormLayer,
     RmsNorm,
@@ -50,7 +51,8 @@ from msrl.trainer.model.mixers.latent_attention import LatentAttention
 from msrl.trainer.model.mixers.sparse_attention import SparseAttention
 from msrl.trainer.model.pipeline import EmptyLayer, VirtualStages, virtual_stages
 from msrl.trainer.model.seams import check_seams_once
-from msrl.trainer.settings import Layout, sequence_multiple
+from msrl.trainer.model.vision.images import is_trained
+from msrl.trainer.settings import Layout, ReplicaSettings, sequence_multiple
 
 NO_RECOMPUTE = RecomputeConfig()
 
@@ -137,8 +139,10 @@ def _uneven(layout: Layout) -> PipelineParallelLayerLayout | None:
 def _layer_spec(shape: Shape, layer: int) -> ModuleSpec:
     """Return the modules of a layer; `layer` counts from 0 over the whole model."""
     block = shape.layers[layer].feed_forward
+    adds_features = shape.vision is not None and layer < len(shape.vision.deepstack)
     return ModuleSpec(
-        module=_layer_class(shape, shape.layers[layer]),
+        module=DeepstackLayer if adds_features else _layer_class(shape, shape.layers[layer]),
+        params={"number": layer} if adds_features else {},
         submodules=TransformerLayerSubmodules(
             input_layernorm=RmsNorm,
             self_attention=_mixer_spec(shape, layer),
@@ -338,12 +342,18 @@ def mark_expert_copy(parameter: Tensor) -> None:
     )
 
 
-def freeze(model: torch.nn.Module, shape: Shape, layout: Layout, patterns: Sequence[str]) -> None:
-    """Freeze the parameters that the patterns select, and the vision tower.
+def freeze(model: torch.nn.Module, shape: Shape, layout: Layout, settings: ReplicaSettings) -> None:
+    """Freeze the parameters that `train.freeze` selects, and a vision tower without learning rate.
 
     Raises MsrlError as `models.select.frozen_names` does.
     """
-    names = frozen_names(shape, patterns, key="train.freeze")
+    names = frozen_names(
+        shape,
+        settings.freeze,
+        trains_tower=settings.vision.tower_lr is not None,
+        trains_projector=settings.vision.projector_lr is not None,
+        key="train.freeze",
+    )
     parameters = dict(model.named_parameters())
     at = Coords(
         0,
@@ -374,6 +384,9 @@ def wrap(model: torch.nn.Module, platform: Platform) -> list[DistributedDataPara
         for number, chunk in enumerate(chunks)
     ]
     config.finalize_model_grads_func = functools.partial(_finalize)
+    if platform.overlap_communication and chunks[0].pre_process:
+        tower = getattr(chunks[0], "vision_model", None)
+        chunks[0].touches_tower = tower is not None and is_trained(tower)
     # The schedules enter it until the last micro-batch, so that gradients are reduced once.
     config.no_sync_func = (
         wrapped[0].no_sync if len(wrapped) == 1 else [chunk.no_sync for chunk in wrapped]

@@ -14,6 +14,7 @@ from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
+from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel import (
     copy_to_tensor_model_parallel_region,
@@ -24,11 +25,12 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from msrl.models.shape import Shape
-from msrl.models.vision import Vision
+from msrl.models.vision.tower import Vision
 from msrl.trainer.model.outputs import HiddenStates
 from msrl.trainer.model.packed import PackedSequences
 from msrl.trainer.model.padding import pad_tokens
-from msrl.trainer.model.vision import VisionTower
+from msrl.trainer.model.vision.images import touch
+from msrl.trainer.model.vision.tower import VisionTower
 
 
 class PolicyModel(GPTModel):
@@ -48,6 +50,8 @@ class PolicyModel(GPTModel):
             self.rm_head = _score_head(self.config)
         if shape.vision is not None and self.pre_process:
             self.vision_model = _vision_tower(shape.vision, self.config)
+        # True if parameters of the tower need a gradient of every micro-batch.
+        self.touches_tower = False
 
     @contextlib.contextmanager
     def logits_in(self, dtype: torch.dtype) -> Iterator[None]:
@@ -75,7 +79,7 @@ class PolicyModel(GPTModel):
             Hidden states [s, 1, c] for the next stage. On the last stage scores [M, 1], logits [P,
             V], or, with `gives_hidden`, `HiddenStates` in place of logits.
         """
-        embedded = self._embed(tokens) if self.pre_process else None
+        embedded = self._embed(tokens, packed) if self.pre_process else None
         hidden = self.decoder(hidden_states=embedded, attention_mask=None, packed_seq_params=packed)
         if not self.post_process:
             return hidden
@@ -87,14 +91,27 @@ class PolicyModel(GPTModel):
         padded = pad_tokens(selected).to(self._logits_dtype)
         return self._hidden_states(padded) if gives_hidden else self._logits(padded)
 
-    def _embed(self, tokens: Tensor) -> Tensor:
-        """Return the embeddings [s, 1, c], scaled if the family scales them."""
+    def _embed(self, tokens: Tensor, packed: PackedSequences) -> Tensor:
+        """Return the embeddings [s, 1, c], scaled if the family scales them.
+
+        Features of pictures replace those of image tokens.
+        """
         embedded = self.embedding(input_ids=tokens, position_ids=None)
+        if packed.images is not None:
+            return packed.images.merge(embedded, self.vision_model, self._first_row(embedded))
+        if self.touches_tower and torch.is_grad_enabled():
+            return touch(embedded, self.vision_model)
         scale = self._shape.embedding_scale
         if scale == 1:
             return embedded
         # The scale is rounded like the weights.
         return embedded * torch.tensor(scale, dtype=embedded.dtype, device=embedded.device)
+
+    def _first_row(self, embedded: Tensor) -> int:
+        """Return the number of this rank's first row among those of its sequence-parallel group."""
+        if not self.config.sequence_parallel:
+            return 0
+        return parallel_state.get_tensor_model_parallel_rank() * len(embedded)
 
     def _gather(self, hidden: Tensor) -> Tensor:
         """Return the hidden states [n, 1, c] of all tokens of a sequence-parallel group."""

@@ -235,6 +235,24 @@ class PostNormLayer(TransformerLayer):
         return lambda output, residual, dropout: residual + norm(output[0])
 
 
+class DeepstackLayer(TransformerLayer):
+    """Megatron's layer, after which deeper features of pictures are added to their tokens.
+
+    `number` counts from 0 over the whole model.
+    """
+
+    def __init__(self, config: TransformerConfig, *args: Any, number: int, **kwargs: Any) -> None:
+        super().__init__(config, *args, **kwargs)
+        self._number = number
+
+    def forward(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
+        hidden, context = super().forward(*args, **kwargs)
+        packed: PackedSequences = kwargs["packed_seq_params"]
+        if packed.images is None:
+            return hidden, context
+        return packed.images.add(self._number, hidden), context
+
+
 class CoreAttention(MegatronModule):
     """Core attention module of a layer, between the projections.
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import NamedTuple, Protocol
 
 from torch import Tensor
+from torch.nn import Module
 
 from msrl.models.shape import Rotary
 from msrl.trainer.model.context import ContextShare
@@ -26,6 +27,24 @@ class TokenRoutes(Protocol):
         Returns:
             Numbers of experts, [n, k].
         """
+        ...
+
+
+class TokenImages(Protocol):
+    """Pictures of a micro-batch on this rank, which the embedding and some layers consult."""
+
+    def merge(self, embedded: Tensor, tower: Module, first: int) -> Tensor:
+        """Return the embeddings with the features of the tower at the image tokens.
+
+        Args:
+            embedded: Embeddings [s, 1, c] of this rank.
+            tower: The vision tower.
+            first: Number of the first of these rows among those of a sequence-parallel group.
+        """
+        ...
+
+    def add(self, layer: int, hidden: Tensor) -> Tensor:
+        """Return the hidden states [s, 1, c] after a layer that adds deeper features."""
         ...
 
 
@@ -66,6 +85,8 @@ class PackedSequences:
     trained_tokens: Tensor | None = None
     # Record or replay of experts; None lets the routers choose (see `routes.py`).
     routes: TokenRoutes | None = None
+    # Pictures, if the micro-batch has some (see `vision/images.py`).
+    images: TokenImages | None = None
     # Chosen keys of the tokens by the number of the layer whose indexer chose them, for layers
     # after it that share the choice (see `mixers/sparse_attention.py`).
     choices: dict[int, Tensor] = field(default_factory=dict[int, Tensor])

@@ -9,6 +9,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -21,6 +22,7 @@ from msrl.models.shape import (
     YarnRopeScaling,
 )
 from msrl.trainer.model.packed import PackedSequences, Rotation
+from msrl.types import Ints
 
 
 def rope_frequencies(
@@ -108,9 +110,21 @@ class RotaryTables:
     def __init__(self, shape: Shape, dtype: torch.dtype, device: torch.device) -> None:
         self._tables = {rotary: _Table(rotary, dtype, device) for rotary in shape.rotaries}
 
-    def __call__(self, lengths: Sequence[int]) -> PackedSequences:
-        """Return the packing of sequences of these lengths, each with positions from 0."""
-        rotations = {rotary: table.rotation(lengths) for rotary, table in self._tables.items()}
+    def __call__(
+        self,
+        lengths: Sequence[int],
+        positions: Ints | None = None,  # [3, N]
+    ) -> PackedSequences:
+        """Return the packing of sequences of these lengths, each with positions from 0.
+
+        Sequences with pictures have `positions` in time, row and column.
+        """
+        rotations = {
+            rotary: table.rotation(lengths)
+            if positions is None
+            else table.rotation_by_axis(positions)
+            for rotary, table in self._tables.items()
+        }
         return PackedSequences(tuple(lengths), rotations)
 
 
@@ -164,6 +178,20 @@ class _Table:
             self._rotary.interleaved,
             self._query_scale(lengths),
         )
+
+    def rotation_by_axis(self, positions: Ints) -> Rotation:  # [3, N]
+        """Return the rotation of tokens whose pairs of channels turn by different positions."""
+        rotary = self._rotary
+        assert rotary.axes and not rotary.interleaved and rotary.query_growth is None
+        assert not isinstance(rotary.scaling, DynamicRopeScaling)
+        longest = int(positions.max()) + 1
+        if longest > len(self._cos):
+            self._grow(1 << (longest - 1).bit_length())
+        by_pair = positions[list(rotary.axes)].T  # [N, r / 2]
+        by_channel = np.concatenate((by_pair, by_pair), 1)
+        rows = torch.from_numpy(by_channel).to(self._device)
+        cos, sin = self._cos.gather(0, rows), self._sin.gather(0, rows)
+        return Rotation(cos[:, None, None], sin[:, None, None])
 
     def _query_scale(self, lengths: Sequence[int]) -> Tensor | None:  # [N, 1, 1, 1]
         if self._rotary.query_growth is None:

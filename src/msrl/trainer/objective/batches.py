@@ -45,7 +45,9 @@ def select(sequences: Sequences, indices: Sequence[int]) -> Sequences:
 
     fields = {name: pick(values) for name, values in sequences.fields.items()}
     routes = None if sequences.routes is None else pick(sequences.routes)
-    return Sequences(pick(sequences.token_ids), pick(sequences.loss_masks), fields, routes)
+    images = None if sequences.images is None else pick(sequences.images)
+    rows = pick(sequences.token_ids), pick(sequences.loss_masks)
+    return Sequences(*rows, fields, routes, images)
 
 
 def pad_sequences(sequences: Sequences, multiple: int) -> Sequences:

@@ -6,7 +6,7 @@ positions whose loss mask is set, m of them on this rank.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -14,13 +14,29 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from msrl.errors import MsrlError
+from msrl.models.vision.tower import Vision
 from msrl.trainer import groups
 from msrl.trainer.model import context
 from msrl.trainer.model.packed import PackedSequences, select_share, share_rows
 from msrl.trainer.model.prefixes import find_shared_rows
 from msrl.trainer.model.rope import RotaryTables
+from msrl.trainer.model.vision.images import (
+    ImageTokens,
+    LoadPatches,
+    find_image_tokens,
+    pack_images,
+)
 from msrl.trainer.objective.logprobs import DistributionComparison
 from msrl.types import MicroBatch
+
+
+@dataclass(frozen=True, slots=True)
+class Pictures:
+    """What the pictures of a model need: its tower, and a function that loads their patches."""
+
+    vision: Vision
+    load: LoadPatches
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,11 +97,12 @@ def to_device(
     multiple: int,
     shares_prefixes: bool = False,
     comparisons: tuple[DistributionComparison, ...] = (),
+    pictures: Pictures | None = None,
 ) -> DeviceBatch:
     """Return this rank's share of a micro-batch; its token count is a multiple of `multiple`.
 
     With `shares_prefixes`, sequences share the rows of common prefixes if that saves enough, but
-    never under context parallelism.
+    never under context parallelism. A batch with images needs `pictures`.
     """
     tokens, labels, mask = (
         torch.from_numpy(array).to(device)
@@ -98,12 +115,18 @@ def to_device(
     fields = {
         name: torch.from_numpy(values).to(device)[mask] for name, values in batch.fields.items()
     }
-    packed = rotary(tuple(np.diff(batch.cu_seqlens).tolist()))
+    images = _find_images(batch, pictures)
+    lengths = tuple(np.diff(batch.cu_seqlens).tolist())
+    packed = rotary(lengths, None if images is None else images.positions)
     if context_groups is None:
+        shared = None
         if shares_prefixes:
-            shared = find_shared_rows(batch.token_ids, batch.cu_seqlens.tolist(), multiple, device)
+            ids = batch.token_ids if images is None else images.identities(batch.token_ids)
+            shared = find_shared_rows(ids, batch.cu_seqlens.tolist(), multiple, device)
             if shared is not None:
                 tokens, packed = tokens[shared.first_tokens], share_rows(packed, shared)
+        selected = None if shared is None else shared.first_tokens
+        packed = _with_images(packed, images, selected, pictures, device)
         return DeviceBatch(
             tokens[None], packed, mask, labels[mask], None, sequences, fields, comparisons
         )
@@ -111,9 +134,10 @@ def to_device(
     is_token, at = share.rows >= 0, share.clamped_rows
     selected = at[mask[at] & is_token]
     numbering = mask.cumsum(0) - 1
+    packed = select_share(packed, share)
     return DeviceBatch(
         tokens=tokens[at][None],
-        packed=select_share(packed, share),
+        packed=_with_images(packed, images, at, pictures, device),
         mask=mask[at] & is_token,
         labels=labels[selected],
         rows=numbering[selected],
@@ -121,6 +145,29 @@ def to_device(
         fields=fields,
         comparisons=comparisons,
     )
+
+
+def _find_images(batch: MicroBatch, pictures: Pictures | None) -> ImageTokens | None:
+    if not batch.images:
+        return None
+    if pictures is None:
+        raise MsrlError(
+            "the data have images, but the model has no vision tower. Remove them, or name a "
+            "vision-language model (model.path)."
+        )
+    return find_image_tokens(batch, pictures.vision)
+
+
+def _with_images(
+    packed: PackedSequences,
+    images: ImageTokens | None,
+    selected: Tensor | None,  # [n], token of each row of this rank; None: all tokens
+    pictures: Pictures | None,
+    device: torch.device,
+) -> PackedSequences:
+    if images is None or pictures is None:
+        return packed
+    return replace(packed, images=pack_images(images, selected, pictures.load, device))
 
 
 def spread(batch: MicroBatch, values: Tensor) -> Tensor:

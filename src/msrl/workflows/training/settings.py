@@ -188,6 +188,7 @@ def _policy_settings(plan: RunPlan) -> ReplicaSettings:
         is_random=plan.config.model.init == "random",
         optimizer=train.optimizer,
         freeze=train.freeze,
+        vision=train.vision,
         lora=train.lora,
         start_adapters=plan.start_adapters,
         recompute=train.recompute,

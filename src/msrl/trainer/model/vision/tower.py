@@ -1,4 +1,4 @@
-"""Vision tower of Qwen2-VL, Qwen2.5-VL and Qwen3-VL (`models/vision.py`): patches to features.
+"""Vision tower of Qwen2-VL, Qwen2.5-VL and Qwen3-VL, from patches to features.
 
 Its parameters have the names of the Hugging Face files. It is replicated on the tensor-parallel
 ranks, so it consists of plain torch modules.
@@ -19,7 +19,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from msrl.models.vision import Vision, feed_forward_names, merger_names
+from msrl.models.vision.tensors import feed_forward_names, merger_names
+from msrl.models.vision.tower import Vision
 from msrl.trainer.model.attention import upcast
 from msrl.trainer.model.packed import Rotation, equal_runs
 from msrl.trainer.model.rope import rotate

@@ -1,0 +1,84 @@
+"""Prompts with two pictures, to compare the logits of vision-language models.
+
+Pictures are random patches, so that neither Pillow nor the settings of an image processor matter.
+T tokens of a prompt.
+"""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from msrl.models.shape import Shape
+from msrl.models.vision.tower import Vision
+from msrl.types import Image, PlacedImage
+
+# Rows and columns of tokens: several windows of Qwen2.5-VL, and one that is smaller
+_SIZES = ((6, 4), (2, 3))
+_TEXTS = (3, 4, 5)  # tokens before, between and after the pictures
+
+
+@dataclass(frozen=True, slots=True)
+class PicturePrompt:
+    """Token ids of a prompt, and its pictures."""
+
+    token_ids: list[int]
+    images: tuple[PlacedImage, ...]
+
+
+def picture_prompts(shape: Shape) -> list[PicturePrompt]:
+    """Return two prompts with equal tokens and different pictures.
+
+    There are none without a vision tower, or if the vocabulary lacks its tokens.
+    """
+    vision = shape.vision
+    if vision is None:
+        return []
+    special = {
+        vision.vision_start_token_id,
+        vision.image_token_id,
+        vision.vision_end_token_id,
+        vision.video_token_id,
+    }
+    if max(special) >= shape.vocab_size:
+        return []
+    draws = np.random.default_rng(0).integers(0, shape.vocab_size, 100).tolist()
+    words = [word for word in draws if word not in special]
+    return [_prompt(vision, words, first) for first in (0, len(_SIZES))]
+
+
+def _prompt(vision: Vision, words: list[int], first: int) -> PicturePrompt:
+    """Return a prompt whose pictures have the keys `first`, `first` + 1, ..."""
+    words, ids, images = list(words), list[int](), list[PlacedImage]()
+    for number, count in enumerate(_TEXTS):
+        ids += [words.pop() for _ in range(count)]
+        if number < len(_SIZES):
+            rows, columns = _SIZES[number]
+            grid = (1, rows * vision.merge_size, columns * vision.merge_size)
+            ids.append(vision.vision_start_token_id)
+            images.append(PlacedImage(len(ids), Image(str(first + number), grid, b"")))
+            ids += [vision.image_token_id] * (rows * columns)
+            ids.append(vision.vision_end_token_id)
+    return PicturePrompt(ids, tuple(images))
+
+
+def picture_inputs(
+    model: Any, vision: Vision, rows: Tensor, images: tuple[PlacedImage, ...]
+) -> dict[str, Tensor]:
+    """Return the arguments of transformers' model for the pictures of a prompt, ids [1, T]."""
+    from msrl.trainer.probe import random_patches
+
+    pictures = [placed.image for placed in images]
+    inputs = {
+        "pixel_values": torch.from_numpy(random_patches(pictures, vision.patch_elements)),
+        "image_grid_thw": torch.tensor([picture.grid for picture in pictures]),
+    }
+    # transformers 5 finds the pictures by them.
+    if "mm_token_type_ids" in inspect.signature(model.forward).parameters:
+        inputs["mm_token_type_ids"] = (rows == vision.image_token_id).long()
+    return inputs

@@ -1,0 +1,146 @@
+"""Training on pictures equals transformers in every layout: logits, loss and all gradients."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import image_models
+import image_ranks
+from image_ranks import RECOMPUTED, Case, Result
+from msrl.config.sections.train import LoraConfig, VisionConfig
+from msrl.trainer.settings import Layout
+
+pytestmark = pytest.mark.slow
+MODELS = tuple(image_models.CHANGES)
+ULYSSES = {"cp_algo": "ulysses", "head_ranks": 2}
+# One rank without a picture, and ranks with unequal numbers of pictures
+UNEQUAL, WITHOUT = (((0, 1, 2), (3,)), ((4, 5, 6),)), (((0,), (2, 3, 4, 5, 6)), ((1,),))
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "one rank": {},
+    "single rows": {"batches": (tuple((row,) for row in range(7)),)},
+    "tp2": {"layout": Layout(tp=2)},
+    "tp2 sp": {"layout": Layout(tp=2, sp=True)},
+    "pp2": {"layout": Layout(pp=2)},
+    "vpp": {"layout": Layout(pp=2, vpp=1)},
+    "cp2": {"layout": Layout(cp=2)},
+    "cp2 ring": {"layout": Layout(cp=2, cp_algo="ring")},
+    "cp2 ulysses": {"layout": Layout(cp=2, **ULYSSES)},
+    "dp2": {"batches": UNEQUAL},
+    "dp2 text": {"batches": WITHOUT},
+}
+# Steps with overlapped reduction, whose last micro-batches have pictures on some ranks or none
+OVERLAPPED: dict[str, dict[str, Any]] = {
+    "text last": {"batches": (((0, 2, 3, 4, 5, 6), (1,)),), "earlier": (((1,),),)},
+    "text first": {"batches": (((1,), (0, 2, 3, 4, 5, 6)),), "earlier": (((1,), (0,)),)},
+    "text on one rank": {"batches": WITHOUT, "earlier": UNEQUAL},
+}
+
+
+def _row(folders: dict[str, Path], model: str, layout: str, *, recomputed: bool = False) -> Case:
+    name = f"{model}, {layout}, {recomputed}"
+    case = Case(name, folders[model], **LAYOUTS[layout])
+    return dataclasses.replace(case, more=RECOMPUTED) if recomputed else case
+
+
+# Deeper features of Qwen3-VL are added on the first virtual stage only.
+TABLE = [
+    (model, layout, recomputed)
+    for model in MODELS
+    for layout in LAYOUTS
+    for recomputed in (False, True)
+    if (model, layout) != ("qwen3-vl", "vpp")
+]
+FAST = [
+    ("qwen2-vl", "one rank", False),
+    ("qwen2.5-vl", "one rank", True),
+    ("qwen3-vl", "one rank", False),
+    ("qwen3-vl", "tp2 sp", True),
+    ("qwen2.5-vl", "vpp", False),
+    ("qwen3-vl", "cp2 ring", False),
+    ("qwen2-vl", "dp2", False),
+]
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("images")
+    return {name: image_models.save_model(root / name, name) for name in MODELS}
+
+
+def _assert_equal(case: Case, result: Result) -> None:
+    """Assert that results are transformers', relative to the largest number of each tensor."""
+    expected = image_models.reference(case.model)
+    if result.logits:
+        for rows, logits in zip(case.batches[0], result.logits, strict=True):
+            rows_logits = np.concatenate([expected.logits[row] for row in rows])
+            difference = np.abs(logits[: len(rows_logits)] - rows_logits).max()
+            assert difference < 1e-5 * np.abs(rows_logits).max(), case.name
+    assert result.metrics["loss"] == pytest.approx(expected.loss, rel=1e-6), case.name
+    assert expected.gradients.keys() == result.gradients.keys()
+    for key, gradient in expected.gradients.items():
+        largest = np.abs(gradient).max()
+        difference = np.abs(result.gradients[key] - gradient).max()
+        assert largest > 0 and difference < 1e-5 * largest, (case.name, key)
+
+
+def test_pictures_train_like_those_of_transformers(folders: dict[str, Path]) -> None:
+    cases = [_row(folders, *row[:2], recomputed=row[2]) for row in FAST]
+    results = image_ranks.run(cases)
+    for case in cases:
+        _assert_equal(case, results[case.name])
+
+
+def test_steps_with_and_without_pictures_overlap_their_reduction(
+    folders: dict[str, Path],
+) -> None:
+    models = dict(zip(OVERLAPPED, MODELS, strict=True))
+    cases = [
+        Case(name, folders[models[name]], overlaps=True, **changes)
+        for name, changes in OVERLAPPED.items()
+    ]
+    results = image_ranks.run(cases)
+    for case in cases:
+        _assert_equal(case, results[case.name])
+
+
+def test_only_parts_with_a_learning_rate_are_trained(folders: dict[str, Path]) -> None:
+    changes: dict[str, dict[str, Any]] = {
+        "none": {"vision": VisionConfig()},
+        "tower_lr": {"vision": VisionConfig(tower_lr=1e-3)},
+        "projector_lr": {"vision": VisionConfig(projector_lr=1e-3)},
+        "adapters": {"vision": VisionConfig(), "lora": LoraConfig(rank=4)},
+    }
+    cases = [
+        Case(f"{name}, {kind}", folders["qwen3-vl"], more={**more, **recompute})
+        for name, more in changes.items()
+        for kind, recompute in (("stored", {}), ("recomputed", RECOMPUTED))
+    ]
+    expected = image_models.reference(folders["qwen3-vl"])
+    for name, result in image_ranks.run(cases).items():
+        assert result.metrics["loss"] == pytest.approx(expected.loss, rel=1e-6), name
+        trained = name.partition(",")[0]
+        if trained == "adapters":
+            assert not any("vision_model" in key for key in result.gradients)
+            continue
+        for key, gradient in expected.gradients.items():
+            part = "projector_lr" if "merger" in key else "tower_lr"
+            is_trained = not key.startswith("model.visual.") or trained == part
+            wanted = gradient if is_trained else np.zeros_like(gradient)
+            difference = np.abs(result.gradients[key] - wanted).max()
+            assert difference < 1e-5 * np.abs(gradient).max(), (name, key)
+
+
+@pytest.mark.full
+def test_pictures_train_like_those_of_transformers_in_every_layout(
+    folders: dict[str, Path],
+) -> None:
+    remaining = [row for row in TABLE if row not in FAST]
+    cases = [_row(folders, *row[:2], recomputed=row[2]) for row in remaining]
+    results = image_ranks.run(cases)
+    for case in cases:
+        _assert_equal(case, results[case.name])
