@@ -189,7 +189,7 @@ OPTIONS = (
         "Images",
         ("preprocess",),
         _option("preprocess.min_pixels"),
-        _option("preprocess.max_pixels", "--image-max-pixels"),
+        _option("preprocess.max_pixels"),
         _option("preprocess.max_images"),
         _option("preprocess.image_root", metavar="DIR"),
         _option("preprocess.images", metavar="ACTION"),

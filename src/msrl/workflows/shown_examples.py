@@ -25,7 +25,14 @@ from msrl.data.manifest import PREFERENCES, reason_text
 from msrl.data.preferences import PreferenceDataset
 from msrl.data.tokenize import TokenizedRows, TokenizeSettings, tokenize_rows
 from msrl.data.tokenizer import TextTokenizer
-from msrl.types import Bools, Ints, Prompt, RenderedExample, RenderedPreference
+from msrl.types import (
+    Bools,
+    Ints,
+    PlacedImage,
+    Prompt,
+    RenderedExample,
+    RenderedPreference,
+)
 
 _COLOR, _PLAIN = "\x1b[30;42m", "\x1b[0m"
 _MAX_TOKENS, _HEAD_TOKENS = 240, 160  # of a part; of longer ones, the first and the last are shown
@@ -36,12 +43,16 @@ _MAX_CHARACTERS = 2_000
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Consecutive tokens of one kind, or a text that is not tokenized."""
+    """Consecutive tokens of one kind, or a text that is not tokenized.
+
+    The tokens of an image have a note in place of their text.
+    """
 
     title: str
     content: Ints | str
     is_trained: bool = False
     before: tuple[int, ...] = ()  # the token before the first one, if there is one
+    note: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,10 +151,13 @@ def _only_item(kind: str, result: TokenizedRows) -> Any:
     ids = result.sequences.values.astype(np.int64)
     if kind in PREFERENCES:
         return result.preferences[0]
+    images = result.images[0] if result.images else ()
     if kind == "prompts":
         line = json.loads(result.answers[0])
-        return Prompt(0, ids, line["answer"], line["extra"])
-    return ids if kind == "pretrain" else RenderedExample(ids, result.loss_mask, result.step_labels)
+        return Prompt(0, ids, line["answer"], line["extra"], images)
+    if kind == "pretrain":
+        return ids
+    return RenderedExample(ids, result.loss_mask, result.step_labels, images)
 
 
 def _show_row(
@@ -190,8 +204,37 @@ def _example_parts(example: RenderedExample, tokenizer: TextTokenizer | None) ->
         if is_trained and example.labels is not None:
             title = f"label {_label(example.labels[start:end], tokenizer)} of"
         before = tuple(example.token_ids[:start][-1:].tolist())
-        spans.append(Part(title, example.token_ids[start:end], is_trained, before))
+        part = Part(title, example.token_ids[start:end], is_trained, before)
+        spans += _split_images(part, example.images, start)
     return tuple(spans)
+
+
+def _split_images(part: Part, images: Sequence[PlacedImage], start: int) -> Iterator[Part]:
+    """Yield a part in pieces, so that each image is a piece.
+
+    Args:
+        part: part of a sequence.
+        images: images of the sequence.
+        start: position of the part in the sequence.
+    """
+    ids = part.content
+    assert not isinstance(ids, str)
+    position = 0
+    for placed in images:
+        first = placed.offset - start
+        if not 0 <= first < len(ids):
+            continue
+        others = np.flatnonzero(ids[first:] != ids[first])
+        end = first + int(others[0]) if len(others) else len(ids)
+        if first > position:
+            yield replace(part, content=ids[position:first])
+        _, rows, columns = placed.image.grid
+        note = f"{columns} x {rows} patches, SHA-256 {placed.image.key[:12]}"
+        yield Part("image", ids[first:end], note=note)
+        position = end
+    if position < len(ids):
+        before = tuple(ids[:position][-1:].tolist()) if position else part.before
+        yield replace(part, content=ids[position:], before=before)
 
 
 def _label(ids: Ints, tokenizer: TextTokenizer | None) -> str:
@@ -207,16 +250,18 @@ def _spans(mask: Bools) -> list[tuple[int, int]]:
 def _prompt_parts(prompt: Prompt) -> tuple[Part, ...]:
     extra = [Part(f"extra.{name}", str(text)) for name, text in prompt.extra.items()]
     answer = Part("ground truth", prompt.answer) if prompt.answer else Part("no ground truth", "")
-    return (Part("prompt", prompt.token_ids), answer, *extra)
+    shown = _split_images(Part("prompt", prompt.token_ids), prompt.images, 0)
+    return (*shown, answer, *extra)
 
 
 def _preference_parts(row: RenderedPreference, kind: str) -> tuple[Part, ...]:
     """Return the prompt that the sides share, and what follows it in each."""
     names = ("chosen", "rejected") if kind == "pairs" else ("answer",)
     starts = [int(np.argmax(side.loss_mask)) for side in row.sides]
-    shown = [Part("prompt", row.sides[0].token_ids[: starts[0]])]
+    prompt = Part("prompt", row.sides[0].token_ids[: starts[0]])
+    shown = [*_split_images(prompt, row.sides[0].images, 0)]
     for name, side, start in zip(names, row.sides, starts, strict=True):
-        spans = _example_parts(side, None)[1 if start else 0 :]
+        spans = _example_parts(replace(side, images=()), None)[1 if start else 0 :]
         shown += [replace(part, title=f"{name}, {part.title}") for part in spans]
     value = f"margin {row.value:g}" if kind == "pairs" else "undesirable"
     if kind == "labeled" and row.value:
@@ -233,8 +278,8 @@ def _part_lines(part: Part, tokenizer: TextTokenizer | None, *, color: bool) -> 
             yield f"    ... {len(part.content) - _MAX_CHARACTERS:,} characters not shown"
         return
     ids = part.content.tolist()
-    yield f"  {_escape(part.title)}, {_count(len(ids))}: {_ids_text(ids)}"
-    if tokenizer is None:
+    yield f"  {_escape(part.title)}, {_count(len(ids))}: {part.note or _ids_text(ids)}"
+    if tokenizer is None or part.note:
         return
     is_color = color and part.is_trained
     if len(ids) <= _MAX_TOKENS:

@@ -25,6 +25,7 @@ from msrl.types import DatasetManifest
 from msrl.vision.settings import from_json, read_vision_settings
 from msrl.workflows import preprocess as workflow
 from msrl.workflows.preprocess import check, run
+from msrl.workflows.sft.rows import open_rows
 from msrl.workflows.training.data_checks import check_data
 from support import mentions
 from test_train_from_rows import plan, prefix_of
@@ -289,6 +290,38 @@ def test_limits_of_pixels_change_the_tokens(pictures: Path, model: Path):
     with pytest.raises(MsrlError) as error:
         preprocess(pictures, model, [FORMS["LLaVA"]], min_pixels=500_000)
     assert mentions(error.value, "min_pixels=500000")
+
+
+def test_a_training_drops_rows_that_it_would_cut_inside_an_image(pictures: Path, model: Path):
+    late = message("x" * 105 + "<image>", images=["red.png"])
+    early = message("<image>", images="red.png")
+    early["messages"][1] = {"role": "assistant", "content": "y" * 200}
+    preprocess(pictures, model, [late, early])
+    data = {"seq_length": 120, "too_long": "truncate", "train": "x"}
+    rows = open_rows(Config.model_validate({"data": data}), SftDataset(pictures / "x"))
+    assert (rows.members, rows.num_dropped, rows.num_truncated) == (((1,),), 1, 1)
+    (example,) = rows.examples(0)
+    assert len(example.token_ids) == 120 and len(example.images) == 1
+
+
+def test_shown_rows_have_each_image_as_one_part(
+    pictures: Path, model: Path, capsys: pytest.CaptureFixture[str]
+):
+    file = pictures / "rows.jsonl"
+    pair = {"prompt": TEXT, "chosen": "red", "rejected": "blue", "images": ["red.png", url(BLUE)]}
+    for row, keys in (
+        (FORMS["ms-swift"], {}),
+        (FORMS["geo3k"], {"kind": "prompts"}),
+        (pair, {"handler": "pairs"}),
+    ):
+        file.write_text(json.dumps(row))
+        values = {"input": [str(file)], "tokenizer": str(model), "handler": "auto",
+                  "template": "native", "show": 1, **keys}  # fmt: skip
+        assert run(Config.model_validate({"preprocess": values}, strict=False)) is None
+        output = capsys.readouterr().out
+        assert output.count("  image, 12 tokens: 8 x 6 patches") == 1
+        assert output.count("  image, 14 tokens: 4 x 14 patches") == 1
+        assert "image_pad" not in output and "What is it? And <|vision_start|>" in output
 
 
 def message(*content: Any, **columns: Any) -> dict[str, Any]:

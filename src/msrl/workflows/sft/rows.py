@@ -13,6 +13,7 @@ import numpy as np
 from msrl.algorithms.packing import Sequences, bins, sft_sequences
 from msrl.config.schema import Config
 from msrl.data.dataset import SftDataset
+from msrl.data.images.load import cuts_image
 from msrl.data.preferences import PreferenceDataset
 from msrl.errors import MsrlError
 from msrl.types import RenderedExample
@@ -174,7 +175,10 @@ def open_rows(config: Config, dataset: SftDataset, indices: Sequence[int] | None
     dropped = set(too_long)
     if policy != "drop":
         dropped = {
-            number for number in too_long if not _has_loss(_truncate(dataset[number], limit))
+            number
+            for number in too_long
+            if _cuts_image(dataset, number, limit)
+            or not _has_loss(_truncate(dataset[number], limit))
         }
     kept_lengths = {
         number: min(length, limit or length)
@@ -216,6 +220,13 @@ def _truncate(examples: Sequence[RenderedExample], limit: int | None) -> Sequenc
         for e, start in zip(examples, starts, strict=False)
         if start < limit
     ]
+
+
+def _cuts_image(dataset: SftDataset, number: int, limit: int | None) -> bool:
+    """Return True if truncation to `limit` tokens would remove a part of an image of a row."""
+    if dataset.images is None or dataset.manifest is None or limit is None:
+        return False
+    return cuts_image(dataset.images[number], limit, int(dataset.manifest.vision["merge_size"]))
 
 
 def _has_loss(examples: Sequence[RenderedExample]) -> bool:
