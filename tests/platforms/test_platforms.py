@@ -25,8 +25,11 @@ PLATFORMS = registry.names(registry.PLATFORMS)
 
 
 def _python(code: str, *, path: Path | None = None, **env: str) -> str:
-    """Return the output of a new process."""
-    variables = {**os.environ, **env, **({"PYTHONPATH": str(path)} if path else {})}
+    """Return the output of a new process, which imports and ends quickly."""
+    code = f"import gc; gc.disable()\nfrom msrl.processes.interpreter import quick_end\n{code}\n"
+    code += "with quick_end(): pass"
+    folders = filter(None, [str(path or ""), os.environ.get("PYTHONPATH")])
+    variables = {**os.environ, **env, "PYTHONPATH": os.pathsep.join(folders)}
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", code],
         capture_output=True,
@@ -190,21 +193,18 @@ def test_the_npu_platform_hides_the_command_line_and_imports_in_order(tmp_path):
 
 @pytest.mark.slow
 def test_cpu_redirects_cuda_only_in_a_process_that_calls_prepare():
-    look = (
-        "import torch; print(torch.cuda.current_device() if torch.cuda.is_available() or "
-        "PREPARED else 'untouched')"
+    look = "print(torch.cuda.current_device is current_device, torch.tensor(1.0).type())\n"
+    before = "import torch; current_device = torch.cuda.current_device\n"
+    prepare = "from msrl.platforms import get; get('cpu').prepare(); get('cpu').prepare()\n"
+    after = (
+        "print(torch.cuda.current_device(), torch.zeros(2, device='cuda').device, "
+        "torch.ones(1).cuda().device)"
     )
-    assert _python("PREPARED = False\n" + look) == "untouched"
-    prepare = (
-        "from msrl.platforms import get; get('cpu').prepare(); get('cpu').prepare(); PREPARED = "
-        "True\n"
-    )
-    assert _python(prepare + look) == "cpu"
-    factories = (
-        "import torch; print(torch.zeros(2, device='cuda').device, torch.ones(1).cuda().device, "
-        "torch.tensor(1.0).type())"
-    )
-    assert _python(prepare + factories) == "cpu cpu torch.cuda.FloatTensor"
+    assert _python(before + look + prepare + look + after).splitlines() == [
+        "True torch.FloatTensor",
+        "False torch.cuda.FloatTensor",
+        "cpu cpu cpu",
+    ]
 
 
 @pytest.mark.slow
@@ -224,5 +224,4 @@ def test_megatron_finds_no_wandb_in_a_rank():
         "from megatron.core.inference.contexts import dynamic_context; import sys; "
         "print([name for name in sys.modules if name.startswith('wandb.')])"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
-    assert done.stdout.strip() == "[]", done.stderr
+    assert _python(code) == "[]"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -14,19 +15,29 @@ from msrl.cli.app import ORDER
 from msrl.packages import missing_package
 from support import HANG_S, ROOT, assert_mentions
 
-# Runs msrl where the packages of the extras cannot be imported.
+# Runs msrl where the packages of the extras cannot be imported. Each command is a fork of one
+# process, which has imported what most commands import.
 WITHOUT = """
-import sys
+import json, os, sys
 from msrl import packages
-from msrl.cli import app
 class Blocked:
     def find_spec(self, name, path=None, target=None):
         top = name.partition(".")[0]
         if top in packages.PLATFORM_MODULES | packages.EXTRAS.keys():
             raise ModuleNotFoundError(f"No module named {top!r}", name=top)
 sys.meta_path.insert(0, Blocked())
-sys.argv = ["msrl", *sys.argv[1:]]
-app.main()
+import msrl.checks.validate, msrl.plan.run_plan
+from msrl.cli import app
+for line in sys.stdin:
+    words, *outputs = json.loads(line)
+    pid = os.fork()
+    if not pid:
+        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+        for number, path in enumerate(outputs, 1):
+            os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)
+        sys.argv = ["msrl", *words]
+        sys.exit(app.main())
+    print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), flush=True)
 """
 GRPO = """
 model: {path: hf}
@@ -100,11 +111,37 @@ HEAVY = (
 )
 
 
-def light(
-    folder: Path, words: str, program: tuple[str, ...] = (sys.executable, "-c", WITHOUT)
-) -> subprocess.CompletedProcess[str]:
-    """Run msrl in `folder` without the optional packages."""
-    command = [*program, *words.split()]
+Run = Callable[[str], subprocess.CompletedProcess[str]]
+
+
+@pytest.fixture(scope="module")
+def light(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
+    """Function that runs msrl in `folder` without the optional packages."""
+    outputs = [tmp_path_factory.mktemp("outputs") / name for name in ("stdout", "stderr")]
+    process = subprocess.Popen(
+        [sys.executable, "-c", WITHOUT],
+        cwd=folder,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    with process:
+        assert process.stdin is not None and process.stdout is not None
+        requests, codes = process.stdin, process.stdout
+
+        def run(words: str) -> subprocess.CompletedProcess[str]:
+            command = words.split()
+            print(json.dumps([command, *map(str, outputs)]), file=requests, flush=True)
+            code = int(codes.readline())
+            return subprocess.CompletedProcess(command, code, *(o.read_text() for o in outputs))
+
+        yield run
+        requests.close()
+
+
+def installed(program: Path, folder: Path, words: str) -> subprocess.CompletedProcess[str]:
+    """Run the console script of an installation in `folder`."""
+    command = [str(program), *words.split()]
     return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=HANG_S)
 
 
@@ -144,13 +181,13 @@ def assert_names_the_extra(done: subprocess.CompletedProcess[str], folder: Path)
 
 
 @pytest.mark.parametrize("words", LIGHT)
-def test_what_login_nodes_do_needs_no_optional_package(words: str, folder: Path) -> None:
-    assert_works(light(folder, words))
+def test_what_login_nodes_do_needs_no_optional_package(words: str, light: Run) -> None:
+    assert_works(light(words))
 
 
 @pytest.mark.parametrize("words", HEAVY)
-def test_other_commands_name_the_extra_in_one_line(words: str, folder: Path) -> None:
-    assert_names_the_extra(light(folder, words), folder)
+def test_other_commands_name_the_extra_in_one_line(words: str, folder: Path, light: Run) -> None:
+    assert_names_the_extra(light(words), folder)
 
 
 @pytest.mark.full
@@ -161,11 +198,11 @@ def test_the_wheel_alone_runs_or_names_the_extra(folder: Path, tmp_path: Path) -
     if subprocess.run(install, capture_output=True, timeout=HANG_S).returncode:
         pytest.skip("pip cannot install the package and its dependencies here")
     for name in ORDER:
-        assert_works(light(folder, f"{name} --help", (str(program / "msrl"),)))
+        assert_works(installed(program / "msrl", folder, f"{name} --help"))
     for words in LIGHT:
-        assert_works(light(folder, words, (str(program / "msrl"),)))
+        assert_works(installed(program / "msrl", folder, words))
     for words in HEAVY:
-        assert_names_the_extra(light(folder, words, (str(program / "msrl"),)), folder)
+        assert_names_the_extra(installed(program / "msrl", folder, words), folder)
 
 
 def test_a_missing_module_of_another_package_keeps_its_traceback() -> None:
