@@ -41,6 +41,7 @@ from support import ROOT, folders
 sys.path.extend(folders())
 
 import tiny_checkpoints as tiny
+import vision_folders
 from families import FAMILIES
 from gguf_files import make_model, write_gguf
 from mixture_families import MIXTURES
@@ -61,6 +62,9 @@ from msrl.config.sources import parse
 from msrl.data.columns import DroppedRow
 from msrl.data.files.readers import read_batches
 from msrl.data.handlers import make_handler
+from msrl.data.images.files import ImageReader, ImageWriter
+from msrl.data.images.load import ImageSettings, Picture, load_images
+from msrl.data.images.marks import IMAGE, attach_images
 from msrl.data.indexed import IndexedReader, IndexedWriter
 from msrl.data.native import native_examples, native_prompts
 from msrl.data.render import make_renderer
@@ -74,10 +78,13 @@ from msrl.models.families import all_rules, shape_from_config
 from msrl.models.hf_config import read_hf_config
 from msrl.models.parallel_layout import ParallelLayout
 from msrl.types import Conversation, Message
+from msrl.vision.pixels import check_image, decode_image, image_size, load_decoders
+from msrl.vision.settings import read_vision_settings
 from msrl.workflows.report import run as write_report
 from msrl.workflows.view.build import write_folder
 from tiny_qwen2 import CHATML, make_tokenizer
 from view_runs import make_run
+from vision_folders import encoded, picture
 
 MAX_SECONDS = 5.0  # of computing for one input, also in processes that have ended
 # 1 s for each of three renderings, and 2 s of an import, then the message
@@ -428,7 +435,7 @@ TURN = st.one_of(
 )  # fmt: skip
 COLUMNS = st.sampled_from([
     "messages", "conversations", "conversation", "instruction", "input", "output", "history",
-    "tools", "system", "prompt", "query", "response", "answer", "question", "text",
+    "tools", "system", "prompt", "query", "response", "answer", "question", "text", "images",
 ])  # fmt: skip
 
 
@@ -449,6 +456,64 @@ def rows_with_tool_calls(folder: Path, change: Any) -> None:
     with suppress(MsrlError):
         RENDERER.prompts([conversation])
     RENDERER.examples([conversation])
+
+
+PICTURE_FORMS = ("PNG", "JPEG", "WEBP", "BMP", "GIF")
+
+
+@target(st.tuples(st.sampled_from(PICTURE_FORMS), EDITS))
+def pictures(folder: Path, change: Any) -> None:
+    """Read the size and the pixels of a damaged picture."""
+    form, edits = change
+    data = edit(PICTURES[form], edits)
+    with suppress(MsrlError):
+        image_size(data)
+    with suppress(MsrlError):
+        check_image(data)
+    decode_image(data, IMAGES.vision)
+
+
+SOURCES = st.recursive(
+    st.one_of(
+        LEAVES,
+        st.binary(max_size=9),
+        st.sampled_from(["a.png", "file:///a%00b", "data:image/png;base64,iVBO", "data:,", "http://x",
+                         ".", "/dev/zero", "a/../a.png"]),
+    ),
+    lambda inner: st.dictionaries(
+        st.sampled_from(["bytes", "path", "url", "image", "image_url", "base64", "data", "x"]),
+        inner,
+        max_size=3,
+    ) | st.lists(inner, max_size=3),
+    max_leaves=6,
+)  # fmt: skip
+MARKED = st.lists(
+    st.sampled_from(["<image>", "\ufdd1", "<|vision_start|><|image_pad|><|vision_end|>", "x"]),
+    max_size=4,
+)
+
+
+@target(st.tuples(SOURCES, st.lists(MARKED, min_size=1, max_size=3)))
+def rows_with_images(folder: Path, change: Any) -> None:
+    """Attach images to the marks of a row, and read them."""
+    column, texts = change
+    (folder / "a.png").write_bytes(PICTURES["PNG"])
+    messages = tuple(Message("user", "".join(text)) for text in texts)
+    conversation = attach_images(Conversation(messages), column)
+    loaded = load_images(conversation, IMAGES, folder, {}, {})
+    marks = sum(message.content.count(IMAGE) for message in loaded.messages)
+    assert len(loaded.images) in (0, marks)
+
+
+@target(st.tuples(st.sampled_from(["images.jsonl", "images.idx", "image_rows.idx"]), EDITS))
+def files_of_images(folder: Path, change: Any) -> None:
+    """Read the images of a damaged dataset."""
+    name, edits = change
+    for path, data in IMAGE_FILES.items():
+        (folder / path).write_bytes(edit(data, edits) if path == f"x_{name}" else data)
+    reader = ImageReader(str(folder / "x"), 2)
+    for number in range(len(reader)):
+        reader[number]
 
 
 REFERENCES = st.lists(
@@ -679,6 +744,24 @@ def _prepare(root: Path) -> None:
     TOKENIZER_FILES = {path.name: path.read_bytes() for path in (root / "tokenizer").iterdir()}
     RENDERER = make_renderer(load_template("qwen"), open_tokenizer(root / "tokenizer"))
     TEMPLATE = next((ROOT / "templates").rglob("qwen.yaml")).read_bytes()
+    _prepare_images(root)
+
+
+def _prepare_images(root: Path) -> None:
+    """Create pictures, and a dataset with images."""
+    global IMAGES, IMAGE_FILES, PICTURES
+    IMAGES = ImageSettings(read_vision_settings(vision_folders.write_folder(root / "vision")), "")
+    PICTURES = {form: encoded(picture(40, 30), form) for form in PICTURE_FORMS}
+    found: dict[str, Picture] = {}
+    row = attach_images(Conversation((Message("user", "<image>"),)), PICTURES["PNG"])
+    load_images(row, IMAGES, root, found, {})
+    (root / "images").mkdir()
+    writer = ImageWriter(root / "images", "x", is_linked=False)
+    number = writer.add_picture(next(iter(found.values())))
+    writer.add_rows([((3, number),), ()])
+    list(writer.close())
+    IMAGE_FILES = {path.name: path.read_bytes() for path in (root / "images").iterdir()}
+    load_decoders()
 
 
 def _computing_s() -> float:

@@ -472,6 +472,9 @@ def test_checksums_and_digests_cover_the_files_of_images(pictures: Path, model: 
         with pytest.raises(MsrlError, match=mentions(name)):
             refuse_damaged(prefix, read_manifest(prefix))
         path.write_bytes(content)
+    (pictures / "x_images.jsonl").write_text("")
+    with pytest.raises(MsrlError, match=mentions(prefix, "same run")):
+        SftDataset(prefix)
     (pictures / "x_images.jsonl").unlink()
     with pytest.raises(MsrlError, match=mentions("x_images.jsonl")):
         SftDataset(prefix)

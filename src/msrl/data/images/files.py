@@ -119,7 +119,8 @@ class ImageReader:
         if not path.is_file():
             raise MsrlError(f"{path}: no such file. Write the data with `msrl preprocess`.")
         self._path = path
-        self._bytes = np.memmap(path, np.uint8, mode="r")
+        is_empty = not path.stat().st_size  # an empty file cannot be mapped
+        self._bytes = np.zeros(0, np.uint8) if is_empty else np.memmap(path, np.uint8, mode="r")
         self._ends = np.flatnonzero(self._bytes == ord("\n"))
         self._pictures = None
         if Path(f"{prefix}_images.idx").is_file():
