@@ -101,7 +101,21 @@ def balanced(lengths: Sequence[int], num_shares: int) -> tuple[tuple[int, ...], 
 
 def sft_sequences(examples: Sequence[RenderedExample]) -> Sequences:
     """Return rendered conversations as sequences to pack, without further fields."""
-    return Sequences(tuple(e.token_ids for e in examples), tuple(e.loss_mask for e in examples), {})
+    ids, masks = tuple(e.token_ids for e in examples), tuple(e.loss_mask for e in examples)
+    return Sequences(ids, masks, {}, None, images_of(examples))
+
+
+def images_of(examples: Sequence[RenderedExample]) -> tuple[tuple[PlacedImage, ...], ...] | None:
+    """Return the images of each example, or None if there are none."""
+    images = tuple(example.images for example in examples)
+    return images if any(images) else None
+
+
+def joined_images(rows: Sequence[Sequences]) -> tuple[tuple[PlacedImage, ...], ...] | None:
+    """Return the images of each sequence of all rows, or None if there are none."""
+    if all(row.images is None for row in rows):
+        return None
+    return tuple(images for row in rows for images in (row.images or ((),) * len(row.token_ids)))
 
 
 def gather_tokens(

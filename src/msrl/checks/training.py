@@ -234,10 +234,9 @@ def check_vision(resolved: Resolved, plan: RunPlan) -> Iterator[str]:
             )
         elif plan.is_reward_model or plan.trains_steps:
             yield resolved.mistake(key, "is not supported for reward models. Remove it.")
-        else:
+        elif plan.has_rollouts:
             yield resolved.mistake(
-                key,
-                "has no effect yet, because no command reads rows with pictures. Remove it.",
+                key, f"has no effect yet, because {plan.command} reads no images. Remove it."
             )
 
 

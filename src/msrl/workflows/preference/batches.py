@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from msrl.algorithms.packing import Sequences
+from msrl.algorithms.packing import Sequences, images_of, sft_sequences
 from msrl.config.schema import Config
 from msrl.trainer.objective.batches import BatchLimits, num_loss_tokens
 from msrl.trainer.objective.requests import TokenRequest
@@ -55,7 +55,7 @@ class PreferenceBatch:
             fields["reference_logprobs"] = self._field(reference)
         sides = self.sides
         ids, masks = tuple(s.token_ids for s in sides), tuple(s.loss_mask for s in sides)
-        return Sequences(ids, masks, fields)
+        return Sequences(ids, masks, fields, None, images_of(sides))
 
     @property
     def num_loss_tokens(self) -> int:
@@ -101,9 +101,7 @@ def answer_logprobs(
     reference: bool,
 ) -> Sums:  # [S]
     """Return the log-probability of each answer under the reference or the policy."""
-    sequences = Sequences(
-        tuple(side.token_ids for side in sides), tuple(side.loss_mask for side in sides), {}
-    )
+    sequences = sft_sequences(sides)
     request = TokenRequest(model="reference" if reference else "policy")
     logprobs = trainers.forward(request, sequences, limits)["logprobs"]
     return np.array([float(values.astype(np.float64).sum()) for values in logprobs])
@@ -125,5 +123,5 @@ def unrelated_sides(
         ids: Ints = np.concatenate((side.token_ids[:start], answer))[: max(limit, start + 1)]
         mask = np.zeros(len(ids), np.bool_)
         mask[start:] = before.loss_mask[starts[number - 1] :][: len(ids) - start]
-        rotated.append(RenderedExample(ids, mask))
+        rotated.append(RenderedExample(ids, mask, images=side.images))
     return tuple(rotated)

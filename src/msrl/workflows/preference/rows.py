@@ -20,7 +20,12 @@ from msrl.limits import print_note
 from msrl.plan.run_plan import RunPlan
 from msrl.types import RenderedPreference
 from msrl.workflows.sft.rows import split_rows
-from msrl.workflows.training.data_checks import check_data, check_longest_row, verify_data
+from msrl.workflows.training.data_checks import (
+    check_data,
+    check_longest_row,
+    check_vision_rates,
+    verify_data,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +86,7 @@ def checked_rows(
             verify_data(dataset, plan)
             if kind == "pairs" and not reads_margins:
                 _refuse_margins(dataset, config)
+    check_vision_rates([dataset.manifest for dataset in datasets.values()], plan)
     if data.blend:
         train, evaluated = _open_blend(config, [datasets[name] for name in data.blend]), None
     else:

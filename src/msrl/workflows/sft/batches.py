@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from msrl.algorithms.aggregate import AveragingGroup
 from msrl.algorithms.averaging_groups import consecutive_groups
-from msrl.algorithms.packing import Sequences
+from msrl.algorithms.packing import Sequences, joined_images
 from msrl.config.sections.algo import AggregateConfig
 from msrl.trainer.objective.batches import num_loss_tokens, with_weights
 from msrl.trainer.objective.losses import SftLoss
@@ -39,7 +39,7 @@ def make_batch(rows: Sequence[Sequences]) -> Batch:
     ends = list(itertools.accumulate(len(row.token_ids) for row in rows))
     spans = tuple(range(start, end) for start, end in zip([0, *ends], ends, strict=False))
     fields = {name: _field(rows, name) for name in rows[0].fields}
-    sequences = Sequences(token_ids, loss_masks, fields)
+    sequences = Sequences(token_ids, loss_masks, fields, None, joined_images(rows))
     return Batch(sequences, spans, sum(map(len, token_ids)), num_loss_tokens(sequences))
 
 
@@ -75,5 +75,5 @@ def _held_out_batch(held_out: SftRows, count: int, dp_size: int) -> Batch:
     """
     rows = held_out.sequences(range(count))
     empty_masks = tuple(mask & False for mask in rows[0].loss_masks)
-    padding = Sequences(rows[0].token_ids, empty_masks, {})
+    padding = Sequences(rows[0].token_ids, empty_masks, {}, None, rows[0].images)
     return make_batch([*rows, *[padding] * (-count % dp_size)])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
 
@@ -12,13 +13,15 @@ from msrl.data.preferences import PreferenceDataset
 from msrl.data.tokenizer import open_tokenizer, tokenizer_hash
 from msrl.errors import MsrlError
 from msrl.limits import print_note
+from msrl.models.stages import has_deepstack_on_first_stage
 from msrl.plan.run_plan import RunPlan
 from msrl.tracking.progress import progress
 from msrl.types import DatasetManifest
 from msrl.vision.settings import from_json, read_vision_settings
 from msrl.workflows.training.integrity import SHOWN_BYTES
 
-_READS_IMAGES = frozenset[str]()  # commands that read the images of data
+# Commands that read the images of data
+_READS_IMAGES = frozenset({"train-sft", "train-dpo"})
 _FREE_IMAGE_SETTINGS = ("min_pixels", "max_pixels")
 
 
@@ -95,6 +98,34 @@ def _check_images(manifest: DatasetManifest, plan: RunPlan, prefix: str) -> None
             f"data prefix {prefix}: has images, which {plan.command} does not read yet. Preprocess "
             "rows without images."
         )
+
+    if plan.shape.vision is None:
+        raise MsrlError(
+            f"data prefix {prefix}: has images, but {plan.shape.architecture} is trained on text "
+            "only. Preprocess rows without images."
+        )
+    if not has_deepstack_on_first_stage(plan.shape, plan.layout):
+        raise MsrlError(
+            f"data prefix {prefix}: has images, whose features {plan.shape.architecture} adds "
+            f"after its first {len(plan.shape.vision.deepstack)} layers. Put them on the first "
+            "pipeline stage (train.parallel.num_layer_list, without train.parallel.vpp)."
+        )
+
+
+def check_vision_rates(manifests: Iterable[DatasetManifest | None], plan: RunPlan) -> None:
+    """Check that there are images if the vision tower is trained.
+
+    Without them it would learn nothing, and weight decay would shrink it.
+
+    Raises:
+        MsrlError: No dataset has images.
+    """
+    vision = plan.train.vision
+    rates = {"tower_lr": vision.tower_lr, "projector_lr": vision.projector_lr}
+    key = next((f"train.vision.{name}" for name, rate in rates.items() if rate is not None), None)
+    has_images = any(manifest is not None and manifest.vision for manifest in manifests)
+    if key is not None and not has_images:
+        raise MsrlError(f"{key}: the data has no images, so it has no effect. Remove it.")
 
 
 def check_longest_row(config: Config, prefix: str, longest: int, size: str) -> None:

@@ -1,0 +1,153 @@
+"""msrl train-sft and train-dpo on rows with pictures."""
+
+from __future__ import annotations
+
+import base64
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import families
+from families import QWEN2_5_VL
+from msrl.config.schema import Config
+from msrl.errors import MsrlError
+from msrl.plan.run_plan import resolve
+from msrl.workflows.preprocess import run as preprocess
+from support import mentions
+from training_runs import metrics
+from vision_folders import CONFIG, PROCESSOR, encoded, make_vision_tokenizer
+
+pytestmark = pytest.mark.slow
+COLORS = {"red": (230, 20, 30), "blue": (20, 40, 220)}
+TINY = {**QWEN2_5_VL, "vocab_size": 288, **{k: v for k, v in CONFIG.items() if "token_id" in k}}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = families.save_model(tmp_path_factory.mktemp("model") / "vl", TINY)
+    make_vision_tokenizer().save_pretrained(folder)
+    (folder / "preprocessor_config.json").write_text(json.dumps(PROCESSOR))
+    return folder
+
+
+def picture_url(color: str, width: int) -> str:
+    """Return a picture of one color as a data URL."""
+    from PIL import Image
+
+    pixels = np.full((56, width, 3), COLORS[color], np.uint8)
+    return f"data:image/png;base64,{base64.b64encode(encoded(Image.fromarray(pixels))).decode()}"
+
+
+def question(color: str, width: int) -> dict[str, Any]:
+    """Return a user turn, whose text is the same for all pictures."""
+    image = {"type": "image_url", "image_url": {"url": picture_url(color, width)}}
+    return {"role": "user", "content": [image, {"type": "text", "text": "color?"}]}
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory, model: Path) -> dict[str, str]:
+    """Return prefixes of rows with pictures, of text, and of pairs with pictures."""
+    folder, prefixes = tmp_path_factory.mktemp("data"), dict[str, str]()
+    shown = [(color, width) for width in (56, 84) for color in COLORS] * 2
+    answers = [(question(*each), {"role": "assistant", "content": each[0]}) for each in shown]
+    pairs = [
+        {
+            "prompt": "<image>color?",
+            "chosen": color,
+            "rejected": next(other for other in COLORS if other != color),
+            "images": [picture_url(color, width)],
+        }
+        for color, width in shown
+    ]
+    text = [{"role": "user", "content": "1+1="}, {"role": "assistant", "content": "2"}]
+    kinds = {
+        "pictures": [{"messages": list(each)} for each in answers],
+        "text": [{"messages": text}] * 4,
+        "pairs": pairs,
+    }
+    for name, rows in kinds.items():
+        file = folder / f"{name}.jsonl"
+        file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        keys = {
+            "input": [str(file)], "tokenizer": str(model), "handler": "auto",
+            "template": "native", "output_prefix": str(folder / name),
+        }  # fmt: skip
+        if name == "pairs":
+            keys["handler"] = "pairs"
+        preprocess(Config.model_validate({"preprocess": keys}, strict=False))
+        prefixes[name] = str(folder / name)
+    return prefixes
+
+
+def train(
+    folder: Path, model: Path, prefix: str, command: str = "train-sft", **keys: Any
+) -> list[dict[str, float]]:
+    """Run a training in this process and return its metrics."""
+    settings = {
+        "model": {"path": str(model), "dtype": "float32"},
+        "data": {"train": prefix},
+        "train": {
+            "steps": 30, "global_batch": 8, "micro_batch": 4,
+            "optimizer": {"lr": 3e-3, "weight_decay": 0.0}, **keys,
+        },
+        "run": {"dir": str(folder), "name": "run"},
+        "cluster": {"platform": "cpu"},
+        "checkpoint": {"export_hf": True},
+    }  # fmt: skip
+    config = Config.model_validate(settings, strict=False)
+    if command == "train-sft":
+        from msrl.workflows.sft import run as workflow
+    else:
+        from msrl.workflows.preference import run as workflow
+    workflow.run(resolve(config, command))
+    return metrics(folder / "run")
+
+
+def changed(model: Path, export: Path) -> set[str]:
+    """Return the tensors that differ between two folders."""
+    before, after = (load_file(folder / "model.safetensors") for folder in (model, export))
+    assert before.keys() == after.keys()
+    return {name for name, tensor in before.items() if not torch.equal(tensor, after[name])}
+
+
+def test_answers_that_only_pictures_decide_are_learned_by_language_model_and_tower(
+    tmp_path: Path, model: Path, data: dict[str, str]
+) -> None:
+    """Without the pictures, no loss below that of a coin per answer is possible."""
+    vision = {"tower_lr": 1e-3, "projector_lr": 1e-3}
+    losses = [
+        each["train/loss"] for each in train(tmp_path, model, data["pictures"], vision=vision)
+    ]
+    assert losses[-1] < 0.02 < losses[0]
+    names = changed(model, tmp_path / "run" / "hf")
+    assert any(name.startswith("visual.blocks.0.") for name in names)
+    assert any(name.startswith("visual.merger.") for name in names)
+
+
+def test_a_tower_without_a_learning_rate_stays_as_it_is(
+    tmp_path: Path, model: Path, data: dict[str, str]
+) -> None:
+    losses = [each["train/loss"] for each in train(tmp_path, model, data["pictures"])]
+    assert losses[-1] < 0.02
+    names = changed(model, tmp_path / "run" / "hf")
+    assert names and not any(name.startswith("visual.") for name in names)
+
+
+def test_pairs_with_pictures_are_trained(tmp_path: Path, model: Path, data: dict[str, str]) -> None:
+    keys = {"steps": 10, "optimizer": {"lr": 1e-3}}
+    losses = [
+        each["train/loss"] for each in train(tmp_path, model, data["pairs"], "train-dpo", **keys)
+    ]
+    assert losses[0] == pytest.approx(np.log(2), abs=1e-4) and losses[-1] < 0.3
+
+
+def test_rates_of_a_tower_are_refused_for_text(
+    tmp_path: Path, model: Path, data: dict[str, str]
+) -> None:
+    with pytest.raises(MsrlError, match=mentions("train.vision.tower_lr", "images")):
+        train(tmp_path, model, data["text"], vision={"tower_lr": 1e-3})
