@@ -6,8 +6,9 @@ import dataclasses
 
 import pytest
 
+from families import QWEN2_5_VL
 from mixture_families import DEEPSEEK_V2, DEEPSEEK_V32, QWEN3_MOE
-from msrl.memory.flops import training_flops
+from msrl.memory.flops import tower_flops, training_flops
 from msrl.models.shape import DeltaNet, Dense, Layer
 from msrl.platforms import NAMES, get
 from msrl.platforms.cuda import peak_flops as cuda_peak
@@ -156,3 +157,24 @@ def test_the_peak_of_an_npu_depends_on_its_generation_and_a_cpu_has_none():
     assert npu_peak("Ascend310P3") is None
     assert get("cpu").peak_flops("bfloat16") is None
     assert all(get(name).peak_flops("float32") is None for name in NAMES)
+
+
+def test_flops_of_a_tower_match_a_hand_calculation():
+    """A picture of 4 x 6 patches, whose windows of 4 x 4 are 4 x 4 and 4 x 2 patches.
+
+    A patch has 3 * 2 * 14 * 14 = 1176 numbers, a block 4 * 32 * 32 and three times 32 * 48 weights.
+    The merger: 128 * 128 and 128 * 64.
+    """
+    config = QWEN2_5_VL["vision_config"] | {"depth": 3, "window_size": 56}
+    vision = shape(QWEN2_5_VL, vision_config=config).vision
+    embedding = 2 * 24 * 1176 * 32
+    pairs = 24**2 + 2 * (16**2 + 8**2)  # one layer without windows, and two with them
+    blocks = 2 * 24 * 3 * (4 * 32 * 32 + 3 * 32 * 48) + 4 * pairs * 32
+    projector = 2 * 6 * (128 * 128 + 128 * 64)
+
+    def flops(tower: bool, projector: bool) -> int:
+        return tower_flops(vision, [(1, 4, 6)], trains_tower=tower, trains_projector=projector)
+
+    assert flops(False, False) == embedding + blocks + projector
+    assert flops(False, True) == embedding + blocks + 2 * projector
+    assert flops(True, True) == 2 * embedding + 3 * (blocks + projector)

@@ -5,7 +5,8 @@ implementation: 2 operations per weight and token in matrix products, the expert
 routed to, causal attention over the visible pairs of each sequence, and logits at trained tokens.
 An indexer counts where it decides, in sequences of more tokens than it chooses, without a backward
 pass; their attention counts the chosen pairs. It excludes recomputation in the backward pass, the
-loss of indexers and, like the source, norms, activations, rotary embeddings and softmax.
+loss of indexers and, like the source, norms, activations, rotary embeddings and softmax. The vision
+tower counts once per different picture of a step.
 """
 
 from __future__ import annotations
@@ -13,6 +14,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from msrl.models.shape import Attention, DeltaNet, Dense, Layer, Mixer, Mla, Shape
+from msrl.models.vision.tensors import feed_forward_names
+from msrl.models.vision.tower import Vision
+from msrl.types import Grid
 
 
 def training_flops(
@@ -30,6 +34,46 @@ def training_flops(
     attention = sum(_attention(layer.mixer, lengths) for layer in layers)
     indexers = sum(_indexer(layer.mixer, shape.hidden_size, lengths) for layer in layers)
     return 2 * products * (3 if weight_gradients else 2) + 3 * attention + indexers
+
+
+def tower_flops(
+    vision: Vision, grids: Sequence[Grid], *, trains_tower: bool, trains_projector: bool
+) -> int:
+    """Return the operations of a vision tower over pictures of these grids.
+
+    Without training there is only a forward pass. A trained tower has the gradients of inputs and
+    weights, the patches excluded; a trained projector behind a frozen tower only those of weights.
+    """
+    patches = sum(rows * columns for _, rows, columns in grids)
+    features = patches // vision.merge_size**2
+    hidden = vision.hidden_size
+    num_linears = len(feed_forward_names(vision.kind))
+    block = 4 * hidden**2 + num_linears * hidden * vision.ffn_hidden_size
+    pairs = sum(_tower_pairs(vision, grid) for grid in grids)
+    embedding = 2 * patches * vision.patch_elements * hidden
+    blocks = 2 * patches * vision.depth * block + 4 * pairs * hidden
+    merger = vision.merged_size * (vision.merged_size + vision.out_hidden_size)
+    projector = 2 * features * merger * (1 + len(vision.deepstack))
+    of_projector = 1 + trains_tower + trains_projector
+    if not trains_tower:
+        return embedding + blocks + projector * of_projector
+    return 2 * embedding + 3 * blocks + projector * of_projector
+
+
+def _tower_pairs(vision: Vision, grid: Grid) -> int:
+    """Return the pairs of patches that attend to each other in all layers, for one picture."""
+    _, rows, columns = grid
+    everywhere = (rows * columns) ** 2
+    if vision.window is None:
+        return vision.depth * everywhere
+    side = vision.window * vision.merge_size
+    within = sum(
+        (min(side, rows - row) * min(side, columns - column)) ** 2
+        for row in range(0, rows, side)
+        for column in range(0, columns, side)
+    )
+    num_full = len(vision.full_layers)
+    return num_full * everywhere + (vision.depth - num_full) * within
 
 
 def _layer_weights(shape: Shape, layer: Layer) -> int:

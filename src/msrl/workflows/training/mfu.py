@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import chain
 
 from msrl.algorithms.packing import Sequences
 from msrl.config.schema import Config
-from msrl.memory.flops import training_flops
+from msrl.memory.flops import tower_flops, training_flops
 from msrl.models.shape import Shape
 from msrl.plan.derived import world_size
 from msrl.platforms.base import Platform
+from msrl.types import Grid
 
 
 def mfu(
@@ -33,4 +35,21 @@ def mfu(
     flops = training_flops(
         shape, lengths, num_trained, weight_gradients=config.train.lora.rank is None
     )
+    if shape.vision is not None:
+        flops += tower_flops(
+            shape.vision,
+            _different_grids(rows),
+            trains_tower=config.train.vision.tower_lr is not None,
+            trains_projector=config.train.vision.projector_lr is not None,
+        )
     return {"perf/mfu": passes * flops / (max(seconds, 1e-9) * world_size(config) * peak)}
+
+
+def _different_grids(rows: Sequence[Sequences]) -> list[Grid]:
+    """Return the grid of each different picture."""
+    images = {
+        placed.image: placed.image.grid
+        for row in rows
+        for placed in chain.from_iterable(row.images or ())
+    }
+    return list(images.values())
