@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from msrl.types import Grid
 from msrl.vision.errors import ImageError
 from msrl.vision.settings import VisionSettings
 from msrl.vision.sizes import resized_size
@@ -48,18 +49,24 @@ def image_size(data: bytes) -> tuple[int, int]:
     return _shown_size(_open(data))
 
 
-def decode_image(data: bytes, settings: VisionSettings) -> NDArray[np.uint8]:
+def decode_image(
+    data: bytes, settings: VisionSettings, grid: Grid | None = None
+) -> NDArray[np.uint8]:
     """Return the resized picture [H, W, C] of an encoded file (JPEG, PNG, WebP, BMP or GIF).
 
     EXIF's orientation is applied, other color modes become RGB, and transparency is dropped. Of an
-    animation, the first frame is read.
+    animation, the first frame is read. The picture has the size of `grid`, by default the one that
+    the limits of the settings give.
 
     Raises:
         ImageError: The file is damaged or no picture of a supported format, has too many or too few
             pixels, or is too long.
     """
     image = _rgb(_open(data))
-    height, width = resized_size(image.height, image.width, settings)
+    if grid is None:
+        height, width = resized_size(image.height, image.width, settings)
+    else:
+        height, width = (size * settings.patch_size for size in grid[1:])
     resized = image.resize((width, height), resample=settings.resample)
     return np.array(resized)
 

@@ -1,17 +1,25 @@
-"""The vision tower, compared with transformers: features and gradients."""
+"""The vision tower compared with transformers, features and gradients, and its pixels."""
 
 from __future__ import annotations
 
 import copy
+import io
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 import families
+import image_models
 from families import FAMILIES
+from msrl.trainer.model.vision.pixels import Pixels
 from msrl.trainer.model.vision.tower import VisionTower
+from msrl.vision.pixels import decode_image, patches_of
+from msrl.vision.settings import read_vision_settings
 
 GRIDS = [(1, 6, 8), (1, 10, 4), (1, 8, 8), (1, 8, 8), (1, 2, 2)]
 CHANGES = {
@@ -79,3 +87,39 @@ def test_a_picture_has_the_same_features_beside_others(name: str) -> None:
         swapped = tower(patches[0], [(1, 8, 6)])[0]
     assert relative(together, torch.cat(alone)) < 1e-5
     assert relative(swapped, alone[0]) > 1e-3, "rows and columns are interchangeable"
+
+
+def test_pictures_have_the_size_of_the_data_whatever_the_limits_of_the_model(
+    tmp_path: Path,
+) -> None:
+    """A grid of 4 x 8 patches halves a picture of 8 x 16 patches, as Pillow does."""
+    from PIL import Image as Pillow
+
+    folder = image_models.save_model(tmp_path / "model", "qwen2-vl")
+    image = image_models.picture(folder, 0, 4, 8)
+    pixels = Pixels(folder, torch.device("cpu"))
+    assert pixels.patches([image]).shape == (128, 1176)
+    smaller = replace(image, grid=(1, 4, 8))
+    settings = read_vision_settings(folder)
+    opened = Pillow.open(io.BytesIO(image.data)).resize((112, 56), settings.resample)
+    expected = patches_of(np.array(opened), settings)
+    np.testing.assert_array_equal(pixels.patches([smaller]).numpy(), expected)
+
+
+def test_the_latest_pictures_stay_in_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = image_models.save_model(tmp_path / "model", "qwen2-vl")
+    images = [image_models.picture(folder, seed, 1, 1) for seed in range(3)]
+    decoded = list[str]()
+
+    def decode(data: bytes, *arguments: Any) -> Any:
+        decoded.append(next(image.key for image in images if image.data == data))
+        return decode_image(data, *arguments)
+
+    monkeypatch.setattr("msrl.trainer.model.vision.pixels.decode_image", decode)
+    num_bytes = 28 * 28 * 3
+    pixels = Pixels(folder, torch.device("cpu"), cache_bytes=2 * num_bytes)
+    for number in (0, 1, 0, 2, 0, 1):
+        pixels.patches([images[number]])
+    assert decoded == [images[number].key for number in (0, 1, 2, 1)]

@@ -12,7 +12,6 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from msrl.errors import MsrlError
 from msrl.types import Image
 from msrl.vision.pixels import decode_image, patches_of
 from msrl.vision.settings import VisionSettings, read_vision_settings
@@ -41,7 +40,7 @@ class Pixels:
         """Return the normalized patches of pictures, one after the other.
 
         Raises:
-            MsrlError: A picture is damaged, or its grid is of other limits than the model's.
+            ImageError: A picture is damaged.
         """
         arrays = [patches_of(self._pixels(image), self._settings) for image in images]
         return torch.from_numpy(np.concatenate(arrays)).to(self._device)
@@ -50,20 +49,9 @@ class Pixels:
         if image in self._resized:
             self._resized.move_to_end(image)
             return self._resized[image]
-        pixels = self._decode(image)
+        pixels = decode_image(image.data, self._settings, image.grid)
         self._resized[image] = pixels
         self._num_bytes += pixels.nbytes
         while self._num_bytes > self._cache_bytes and len(self._resized) > 1:
             self._num_bytes -= self._resized.popitem(last=False)[1].nbytes
-        return pixels
-
-    def _decode(self, image: Image) -> NDArray[np.uint8]:
-        pixels = decode_image(image.data, self._settings)
-        height, width = (size * self._settings.patch_size for size in image.grid[1:])
-        if pixels.shape[:2] != (height, width):
-            raise MsrlError(
-                f"image {image.key[:12]}: {self._folder} resizes it to {pixels.shape[1]} x "
-                f"{pixels.shape[0]} pixels, but the data have {width} x {height}. Preprocess the "
-                "data again with the limits of this model."
-            )
         return pixels
