@@ -147,8 +147,8 @@ def _pillow() -> Any:
     """Import Pillow and return its module `Image`."""
     from PIL import Image
 
-    # Pillow warns at its limit and refuses at twice that; `_open` refuses at the limit.
-    warnings.filterwarnings("ignore", category=Image.DecompressionBombWarning)
+    # Pillow warns of sizes that `_open` refuses, and of damage and palettes that change no pixel.
+    warnings.filterwarnings("ignore", module=r"PIL\.")
     return Image
 
 

@@ -282,6 +282,16 @@ def test_truncation_drops_rows_that_it_would_cut_inside_an_image(pictures: Path,
     assert len(example.token_ids) == 120 and len(example.images) == 1
 
 
+@pytest.mark.parametrize("template", ["native", "qwen"])
+def test_names_of_tokens_beside_an_image_stay_text(pictures: Path, model: Path, template: str):
+    text = "Is <|image_pad|> or <|im_end|> in <image>?"
+    preprocess(pictures, model, [message(text, images=["red.png"])], template=template)
+    ((example,),) = SftDataset(pictures / "x")
+    assert np.count_nonzero(example.token_ids == IMAGE_TOKEN) == 12
+    decoded = make_vision_tokenizer().decode(example.token_ids)
+    assert text.partition("<image>")[0] in decoded and len(example.images) == 1
+
+
 def test_limits_of_pixels_change_the_tokens(pictures: Path, model: Path):
     manifest = preprocess(pictures, model, [FORMS["LLaVA"]], max_pixels=4000)
     assert manifest.vision["max_pixels"] == 4000
