@@ -72,11 +72,17 @@ def compute(folder, texts):
         ]
 
 
-def test_a_model_scores_in_batches_as_one_by_one(folder):
-    sources = [Source(model=str(folder), weight=2.0, options={"batch": 2}), Source(verifier="step")]
-    with Scorer(sources, 1, prompt_text=lambda _: "Q: ") as scorer:
-        scores = scorer.score([group(*TEXTS), group("x<|im_end|><|endoftext|>")])
-        again = scorer.score([group(*TEXTS)])
+@pytest.fixture(scope="module")
+def batches(folder):
+    """Scorer of two texts at once, for which a failed call has no score."""
+    model = Source(model=str(folder), weight=2.0, options={"batch": 2}, on_failure="undecided")
+    with Scorer([model, Source(verifier="step")], 1, prompt_text=lambda _: "Q: ") as scorer:
+        yield scorer
+
+
+def test_a_model_scores_in_batches_as_one_by_one(folder, batches):
+    scores = batches.score([group(*TEXTS), group("x<|im_end|><|endoftext|>")])
+    again = batches.score([group(*TEXTS)])
     reference = compute(folder, [*(f"Q: {text}" for text in TEXTS), "Q: x<|im_end|><|endoftext|>"])
     scored = [r.scores["reward_model"] for g in scores.groups for r in g.rewards]
     assert scored == pytest.approx(reference, abs=1e-5)
@@ -144,13 +150,10 @@ def test_a_model_reads_questions_by_its_own_template(folder):
     assert_mentions(mistake[2], "options.prompt_column")
 
 
-def test_texts_that_a_model_cannot_score_are_reported_and_never_truncated(folder, scorer):
-    with Scorer(
-        [Source(model=str(folder), on_failure="undecided"), Source(verifier="step")], 1
-    ) as undecided:
-        scores = undecided.score([group("x", "word " * 100)])
+def test_texts_that_a_model_cannot_score_are_reported_and_never_truncated(batches, scorer):
+    scores = batches.score([group("x", "word " * 100)])
     assert scores.failures == {"reward_model/error": 1}
-    assert_mentions(scores.notes[0], "101 tokens", "reward model", "64")
+    assert_mentions(scores.notes[0], "103 tokens", "reward model", "64")
     with pytest.raises(MsrlError, match=mentions("reward_model", "error", "prompt 0")):
         scorer.score([group("word " * 100)])
 

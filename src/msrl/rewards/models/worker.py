@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from msrl.chat_rendering.client import Chat, render_chats, template_variables
+from msrl.processes.interpreter import no_collections
 from msrl.processes.messages import READY, error_frame, frame, read
 from msrl.processes.parent import leave_signals_to_parent
 
@@ -43,7 +44,8 @@ def main() -> None:
     leave_signals_to_parent()
     settings: Settings = read(source)
     try:
-        model = Classifier(settings)
+        with no_collections():
+            model = Classifier(settings)
     except BaseException:  # the parent reports any error
         sink.write(error_frame(traceback.format_exc(limit=-2)[-2000:]))
         return
