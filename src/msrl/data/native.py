@@ -29,7 +29,7 @@ from msrl.chat_rendering.client import (
     render_chats,
     template_variables,
 )
-from msrl.data.images.marks import IMAGE
+from msrl.data.images.marks import IMAGE, refuse_unread
 from msrl.data.spans import encode_with_offsets
 from msrl.data.template_date import with_fixed_day, writes_date
 from msrl.data.templates.form import Template
@@ -353,6 +353,7 @@ def _prepare(
     A content with images is a text with their control tokens. The templates of vision-language
     models write the same for a list of parts.
     """
+    refuse_unread(conversation)
     template = _template(tokenizer, has_tools=bool(conversation.extra.get("tools")))
     is_open = _opens_thought(tokenizer.folder, tokenizer.date, enable_thinking)
     messages = [

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from msrl.data.images.marks import IMAGE
+from msrl.data.images.marks import IMAGE, refuse_unread
 from msrl.data.native import native_examples, native_prompts
 from msrl.data.preferences import last_answer_only
 from msrl.data.spans import Span, encode
@@ -94,6 +94,7 @@ class Renderer:
         thoughts, as at inference. Otherwise all answers are trained and keep them.
         """
         template = self.template
+        refuse_unread(conversation)
         system, turns = _split_system(template, conversation)
         spans = [Span(template.prefix), *([] if template.system_in_user else system)]
         questions = [number for number, turn in enumerate(turns) if turn.role == "user"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,19 @@ _MAX_ROWS = 32  # of a batch, whose images are in memory together
 _KEYS = ("min_pixels", "max_pixels", "max_images", "image_root")
 
 
+def model_images(
+    tokenizer: TextTokenizer, *, min_pixels: int | None = None, max_pixels: int | None = None
+) -> ImageSettings:
+    """Return how images are read for the model that a tokenizer belongs to.
+
+    Raises:
+        MsrlError: The model reads no images, or its files do not say how.
+    """
+    vision = read_vision_settings(Path(tokenizer.folder))
+    images = image_settings(vision, tokenizer.backend.id_to_token)
+    return replace(images, vision=vision.with_limits(min_pixels, max_pixels))
+
+
 def make_image_settings(
     settings: PreprocessConfig, tokenizer: TextTokenizer
 ) -> tuple[ImageSettings | None, str]:
@@ -28,10 +42,8 @@ def make_image_settings(
     Raises:
         MsrlError: a setting for images has no effect, or is not valid.
     """
-    folder = Path(tokenizer.folder)
     try:
-        vision = read_vision_settings(folder)
-        images = image_settings(vision, tokenizer.backend.id_to_token)
+        images = model_images(tokenizer)
     except MsrlError as error:
         if key := next((key for key in _KEYS if getattr(settings, key) is not None), None):
             raise MsrlError(
@@ -43,9 +55,9 @@ def make_image_settings(
             f"preprocess.image_root={settings.image_root}: no such folder. Name the folder that "
             "paths of images begin in."
         )
-    return ImageSettings(
-        vision.with_limits(settings.min_pixels, settings.max_pixels),
-        images.text,
+    return replace(
+        images,
+        vision=images.vision.with_limits(settings.min_pixels, settings.max_pixels),
         root=settings.image_root,
         max_images=settings.max_images,
         is_linked=settings.images == "link",

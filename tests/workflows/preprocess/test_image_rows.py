@@ -17,14 +17,20 @@ import pytest
 from families import QWEN2_5_VL
 from msrl.config.schema import Config
 from msrl.data.dataset import PromptDataset, SftDataset
+from msrl.data.image_prompts import image_prompt
 from msrl.data.integrity import refuse_damaged
 from msrl.data.manifest import all_paths, fingerprint, read_manifest
 from msrl.data.preferences import PreferenceDataset
+from msrl.data.render import make_renderer
+from msrl.data.rows.turns import read_messages
+from msrl.data.templates.files import load_template
+from msrl.data.tokenizer import open_tokenizer
 from msrl.errors import MsrlError
-from msrl.types import DatasetManifest
+from msrl.types import Conversation, DatasetManifest, Message
 from msrl.vision.settings import from_json, read_vision_settings
 from msrl.workflows import preprocess as workflow
 from msrl.workflows.preprocess import check, run
+from msrl.workflows.row_images import model_images
 from msrl.workflows.sft.rows import open_rows
 from msrl.workflows.training.data_checks import check_data
 from support import mentions
@@ -290,6 +296,25 @@ def test_names_of_tokens_beside_an_image_stay_text(pictures: Path, model: Path, 
     assert np.count_nonzero(example.token_ids == IMAGE_TOKEN) == 12
     decoded = make_vision_tokenizer().decode(example.token_ids)
     assert text.partition("<image>")[0] in decoded and len(example.images) == 1
+
+
+@pytest.mark.parametrize("template", ["native", "qwen"])
+def test_a_prompt_for_an_engine_has_the_tokens_and_images_of_its_row(
+    pictures: Path, model: Path, template: str
+):
+    preprocess(pictures, model, [FORMS["geo3k"]], kind="prompts", template=template)
+    (expected,) = PromptDataset(pictures / "x")
+    tokenizer = open_tokenizer(model)
+    renderer = make_renderer(load_template(template), tokenizer)
+    conversation = Conversation(read_messages(FORMS["content parts"]["messages"][:1]))
+    token_ids, images = image_prompt(renderer, model_images(tokenizer), conversation, pictures)
+    assert np.array_equal(token_ids, expected.token_ids) and images == expected.images
+    assert [placed.image.data for placed in images] == [RED, BLUE]
+    with pytest.raises(MsrlError, match=mentions("images", "texts")):
+        renderer.prompt(conversation)
+    with pytest.raises(MsrlError, match=mentions("turn 1", "<image>")):
+        image_prompt(renderer, model_images(tokenizer), Conversation((Message("user", "<image>"),)),
+                     pictures)  # fmt: skip
 
 
 def test_limits_of_pixels_change_the_tokens(pictures: Path, model: Path):

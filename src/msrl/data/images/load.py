@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -216,22 +216,22 @@ def cuts_image(images: Sequence[PlacedImage], length: int, merge_size: int) -> b
     return last.offset + image_tokens(last.image.grid, merge_size) > length
 
 
-def image_settings(vision: VisionSettings, token: Any, **options: Any) -> ImageSettings:
+def image_settings(vision: VisionSettings, token: Callable[[int], str | None]) -> ImageSettings:
     """Return the settings of images for a tokenizer.
 
     Args:
         vision: Settings of the model's image processor.
         token: Function that returns the text of a token id, or None.
-        options: Other settings.
 
     Raises:
         MsrlError: The tokenizer lacks a token of images.
     """
     ids = (vision.vision_start_token_id, vision.image_token_id, vision.vision_end_token_id)
-    texts = [token(number) for number in ids]
-    if None in texts:
+    texts = {number: token(number) for number in ids}
+    missing = next((number for number, text in texts.items() if text is None), None)
+    if missing is not None:
         raise MsrlError(
-            f"the tokenizer has no token {ids[texts.index(None)]}, which config.json names for "
-            "images. Restore the files of the model."
+            f"the tokenizer has no token {missing}, which config.json names for images. Restore "
+            "the files of the model."
         )
-    return ImageSettings(vision, "".join(texts), **options)
+    return ImageSettings(vision, "".join(text for text in texts.values() if text))

@@ -66,6 +66,12 @@ def refuse_marks(conversation: Conversation) -> None:
             )
 
 
+def refuse_unread(conversation: Conversation) -> None:
+    """Raise MsrlError if a conversation has images whose files are not read."""
+    if not conversation.images and any(message.images for message in conversation.messages):
+        raise MsrlError("images: only texts are read here. Remove the images.")
+
+
 def _sources(column: Any) -> list[Any]:
     """Return the images of a column. CSV files have lists as JSON texts."""
     if isinstance(column, str) and column.lstrip().startswith("["):
