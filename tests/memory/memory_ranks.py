@@ -7,19 +7,25 @@ from __future__ import annotations
 
 import ctypes
 import gc
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import torch
 
 from msrl.algorithms.packing import micro_batch
 from msrl.config.sections.train import OptimizerConfig
 from msrl.trainer.launch import RankContext
 from msrl.trainer.objective.requests import UpdateRequest
 from msrl.trainer.settings import Layout, RankSettings, ReplicaSettings
+from msrl.types import Image, Ints, PlacedImage
 from support import HANG_S
+
+if TYPE_CHECKING:
+    from msrl.trainer.language_model import LanguageModelReplica
 
 
 @dataclass(frozen=True)
@@ -34,6 +40,7 @@ class Case:
     logits_dtype: str | None = None
     batches: int = 1
     more: Mapping[str, Any] = field(default_factory=dict)
+    pictures: tuple[int, ...] = ()  # rows and columns of tokens of a picture in each sequence
 
 
 @dataclass(frozen=True)
@@ -77,7 +84,11 @@ def _measure(context: RankContext, case: Case, init_method: str) -> Measurement:
         for length in case.lengths
     )
     batch = micro_batch(
-        ids, [np.ones(len(row), bool) for row in ids], {}, pad_to_multiple=worker.sequence_multiple
+        ids,
+        [np.ones(len(row), bool) for row in ids],
+        {},
+        images=_place_pictures(worker.policy, case, ids) if case.pictures else None,
+        pad_to_multiple=worker.sequence_multiple,
     )
     batches, count = [batch] * case.batches, int(batch.loss_mask.sum()) * case.batches
     request = UpdateRequest(SftLoss(), 1e-4, divisor=count)
@@ -89,6 +100,26 @@ def _measure(context: RankContext, case: Case, init_method: str) -> Measurement:
     return Measurement(
         case.name, context.rank, live.peak - before, resident, dict(live.at_peak.most_common(40))
     )
+
+
+def _place_pictures(
+    policy: LanguageModelReplica, case: Case, ids: tuple[Ints, ...]
+) -> list[tuple[PlacedImage, ...]]:
+    """Write image tokens into sequences, and return a different picture for each of them."""
+    assert policy.pictures is not None
+    vision, placed = policy.pictures.vision, list[tuple[PlacedImage, ...]]()
+    for number, (row, side) in enumerate(zip(ids, case.pictures, strict=True)):
+        row[:] = row % 100
+        row[1 : 1 + side * side] = vision.image_token_id
+        grid = (1, side * vision.merge_size, side * vision.merge_size)
+        placed.append((PlacedImage(1, Image(str(number), grid, b"")),))
+
+    def load(images: Sequence[Image]) -> torch.Tensor:
+        count = sum(math.prod(image.grid) for image in images)
+        return torch.randn(count, vision.patch_elements)
+
+    policy.pictures = replace(policy.pictures, load=load)
+    return placed
 
 
 def _status(name: str) -> int:

@@ -9,11 +9,11 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from families import GEMMA2, GEMMA3, QWEN3_5
+from families import GEMMA2, GEMMA3, QWEN2_5_VL, QWEN3_5
 from memory_ranks import Case, Measurement
 from mixture_families import DEEPSEEK_V3, DEEPSEEK_V32, MINIMAX_M2
 from msrl.cli.configuration import load_configuration as load
-from msrl.config.sections.train import LoraConfig, RecomputeConfig
+from msrl.config.sections.train import LoraConfig, RecomputeConfig, VisionConfig
 from msrl.memory.estimate import Memory, training_memory
 from msrl.models.families import all_rules, load_shape
 from msrl.plan.run_plan import resolve
@@ -138,6 +138,22 @@ MODELS["delta networks"] = {
     "tie_word_embeddings": True,
     "max_position_embeddings": 4096,
 }
+MODELS["pictures"] = {
+    **QWEN2_5_VL,
+    **{key: MODELS["dense"][key] for key in ("hidden_size", "intermediate_size")},
+    "num_hidden_layers": 2,
+    "num_attention_heads": 6,
+    "vocab_size": 4096,
+    "max_position_embeddings": 4096,
+    "rope_scaling": {"type": "mrope", "mrope_section": [8, 12, 12]},
+    "vision_config": {
+        **QWEN2_5_VL["vision_config"],
+        "depth": 4,
+        "hidden_size": 128,
+        "intermediate_size": 384,
+        "out_hidden_size": 384,
+    },
+}
 LENGTHS = (233, 90, 61, 128, 300, 200, 12)
 
 
@@ -166,7 +182,7 @@ def folders(tmp_path_factory) -> dict[str, Path]:
 
 
 def estimate(case: Case, *sets: str) -> Memory:
-    """Return the estimate for the configuration of a case."""
+    """Return the estimate for the configuration of a case, whose tokens may be of pictures."""
     layout = case.layout
     settings = [
         f"model.path={case.model}",
@@ -187,6 +203,7 @@ def estimate(case: Case, *sets: str) -> Memory:
         longest=max(case.lengths),
         temporary_elements=1 << 18,
         attention_bytes=4,
+        has_images=bool(case.pictures),
     )
 
 
@@ -344,3 +361,32 @@ def test_the_estimate_holds_for_every_layout_and_memory_option(folders):
     }
     assert set(ratios) == set(TABLE)
     assert {name: ratio for name, ratio in ratios.items() if abs(ratio - 1) > 0.1} == {}, ratios
+
+
+TOWERS: dict[str, tuple[VisionConfig, RecomputeConfig]] = {
+    "frozen": (VisionConfig(), RecomputeConfig()),
+    "projector": (VisionConfig(projector_lr=1e-4), RecomputeConfig()),
+    "trained": (VisionConfig(tower_lr=1e-4, projector_lr=1e-4), RecomputeConfig()),
+    "recomputed": (
+        VisionConfig(tower_lr=1e-4, projector_lr=1e-4),
+        RecomputeConfig(granularity="full"),
+    ),
+}
+
+
+@pytest.mark.slow
+def test_the_estimate_counts_the_vision_tower(folders):
+    """Nearly all tokens are of pictures, as the estimate assumes."""
+    shape = {"lengths": (203, 403), "pictures": (14, 20)}
+    cases, keys = dict[str, Case](), dict[str, tuple[str, ...]]()
+    for name, (vision, recompute) in TOWERS.items():
+        more = {"vision": vision, "recompute": recompute}
+        cases[name] = Case(name, folders["pictures"], more=more, **shape)
+        rates = vision.model_dump(exclude_none=True)
+        keys[name] = (
+            *(f"train.vision.{key}={rate}" for key, rate in rates.items()),
+            f"train.recompute.granularity={recompute.granularity}",
+        )
+    for result in measure(list(cases.values()), 1):
+        expected = estimate(cases[result.name], *keys[result.name]).training
+        assert result.live == pytest.approx(expected, rel=0.1), (result.name, result.by_operation)

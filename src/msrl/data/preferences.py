@@ -98,6 +98,12 @@ class PreferenceDataset:
         self._values = open_reader(prefix, values) if has_values else None
         self._check_lengths()
         self.images = open_images(prefix, self.manifest, len(self) * len(self._sides))
+        self.has_images = self.images is not None
+
+    @property
+    def has_images(self) -> bool:
+        """True if rows have images."""
+        return any(dataset.has_images for dataset in self._datasets)
 
     @property
     def prefixes(self) -> tuple[str, ...]:

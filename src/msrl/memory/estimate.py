@@ -35,6 +35,7 @@ from msrl.memory.states import (
     state_bytes,
     teacher_bytes,
 )
+from msrl.memory.tower import TowerBytes, tower_bytes
 from msrl.models.families import rules_for
 from msrl.models.kv_cache import kv_bytes_per_token
 from msrl.models.parallel_layout import ParallelLayout
@@ -257,8 +258,29 @@ def _trains_head(train: TrainConfig, shape: Shape) -> bool:
     return not any(isinstance(rule.layout, Vocab) and rule.mcore in frozen for rule in head_rules)
 
 
+def _tower(plan: RunPlan, shape: Shape, stage: int, batch: Pass) -> TowerBytes:
+    """Return the bytes of the vision tower, which only the first stage computes."""
+    if stage or shape.vision is None:
+        return TowerBytes()
+    vision = plan.train.vision
+    return tower_bytes(
+        shape,
+        batch,
+        spread_sizes(plan, shape),
+        trains_tower=vision.tower_lr is not None,
+        trains_projector=vision.projector_lr is not None,
+        recomputes=plan.train.recompute.granularity == "full",
+    )
+
+
 def _stage_memory(
-    plan: RunPlan, shape: Shape, stage: int, batch: Pass | None, temporary_elements: int
+    plan: RunPlan,
+    shape: Shape,
+    stage: int,
+    batch: Pass | None,
+    temporary_elements: int,
+    *,
+    has_images: bool,
 ) -> Memory:
     """Return the memory of a rank of a pipeline stage, without activations if `batch` is None."""
     train, has_rollouts, state = plan.train, plan.has_rollouts, state_bytes(plan, shape, stage)
@@ -277,7 +299,10 @@ def _stage_memory(
     if batch is None:
         return memory
     activations, working = _activations(plan, shape, stage, batch)
-    memory = replace(memory, activations=activations, working=working)
+    tower = _tower(plan, shape, stage, batch) if has_images else TowerBytes()
+    in_flight, _ = passes_in_flight(plan, shape, stage)
+    activations, working = activations + tower.saved * in_flight, max(working, tower.working)
+    memory = replace(memory, activations=activations, working=working, forward=tower.forward)
     if stage < plan.layout.pp - 1 or shape.reward_head:
         return memory
     spread, is_trained = spread_sizes(plan, shape), _trains_head(train, shape)
@@ -285,6 +310,7 @@ def _stage_memory(
     chunk = 1 if plan.trains_steps else train.chunk
     logits = head_bytes(shape, batch, spread, chunk, temporary_elements, is_trained=is_trained)
     forward = _forward_bytes(train, shape, batch, spread) if has_rollouts else 0
+    forward = max(forward, memory.forward)
     return replace(memory, logits=logits, forward=forward)
 
 
@@ -325,15 +351,16 @@ def training_memory(
     longest: int | None = None,
     temporary_elements: int = 0,
     attention_bytes: int | None = None,
+    has_images: bool = False,
 ) -> Memory:
     """Return the memory of the rank with most of it, without the engine.
 
-    Activations are 0 if row lengths are unknown.
+    Activations are 0 if row lengths are unknown. With images, all tokens may be of images.
     """
     batch = full_pass(plan, longest)
     batch = None if batch is None else replace(batch, attention_bytes=attention_bytes)
     memories = (
-        _stage_memory(plan, plan.shape, stage, batch, temporary_elements)
+        _stage_memory(plan, plan.shape, stage, batch, temporary_elements, has_images=has_images)
         for stage in range(plan.layout.pp)
     )
     return max(memories, key=lambda memory: memory.training)

@@ -48,6 +48,11 @@ class PreferenceRows:
         """Tokens of the longest row, all its sides together."""
         return max(self.lengths)
 
+    @property
+    def has_images(self) -> bool:
+        """True if rows have images."""
+        return self.dataset.has_images
+
     def examples(self, number: int) -> RenderedPreference:
         """Return a row of the dataset, whose sides have at most `limit` tokens."""
         row = self.dataset[number]

@@ -44,6 +44,11 @@ class Rows:
         """Tokens of the longest row."""
         return max(self.lengths)
 
+    @property
+    def has_images(self) -> bool:
+        """True if rows have images."""
+        return self.dataset.images is not None
+
     def sequences(self, rows: Sequence[int]) -> list[Sequences]:
         """Return the sequences of each row."""
         return [sft_sequences(self.examples(row)) for row in rows]
@@ -94,6 +99,11 @@ class MixedRows:
     @property
     def longest(self) -> int:
         return max(rows.longest for rows in self.datasets)
+
+    @property
+    def has_images(self) -> bool:
+        """True if rows have images."""
+        return any(rows.has_images for rows in self.datasets)
 
     def sequences(self, rows: Sequence[int]) -> list[Sequences]:
         """Return the sequences of each row."""

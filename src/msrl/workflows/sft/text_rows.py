@@ -92,6 +92,10 @@ class TextRows:
         """Tokens of the longest row."""
         return min(self._row_tokens, max(int(stream.starts[-1]) for stream in self._streams))
 
+    @property
+    def has_images(self) -> bool:
+        return False
+
     def sequences(self, rows: Sequence[int]) -> list[Sequences]:
         """Return the sequences of each row."""
         return [self._row(row) for row in rows]

@@ -53,11 +53,13 @@ class Fit:
         return f"the run needs at least {bytes_text(self.certain)}, more than the available {total}"
 
 
-def fit(plan: RunPlan, platform: Platform, *, longest: int | None = None) -> Fit | None:
+def fit(
+    plan: RunPlan, platform: Platform, *, longest: int | None = None, has_images: bool = False
+) -> Fit | None:
     """Return the memory of a training on this machine's devices.
 
     Returns None if the model or the device's memory is unknown. `longest` is the length in tokens
-    of the longest row that is certainly trained on.
+    of the longest row that is certainly trained on, and `has_images` is True if rows have images.
     """
     total = platform.memory_bytes()
     if plan.policy is None or total is None:
@@ -67,6 +69,7 @@ def fit(plan: RunPlan, platform: Platform, *, longest: int | None = None) -> Fit
         longest=longest,
         temporary_elements=platform.elements_at_once,
         attention_bytes=4 if platform.upcast_attention else None,
+        has_images=has_images,
     )
     memory = _with_engine(memory, plan, platform)
     least = _least(memory, plan, longest)
@@ -139,12 +142,14 @@ def remedies(train: TrainConfig, memory_fit: Fit) -> str:
     return ", or ".join(best[:3])
 
 
-def check_memory(plan: RunPlan, platform: Platform, *, longest: int | None = None) -> None:
+def check_memory(
+    plan: RunPlan, platform: Platform, *, longest: int | None = None, has_images: bool = False
+) -> None:
     """Raise MsrlError for a training that cannot fit.
 
     On CPU, or if only full micro-batches would not fit, print a warning.
     """
-    memory_fit = fit(plan, platform, longest=longest)
+    memory_fit = fit(plan, platform, longest=longest, has_images=has_images)
     if memory_fit is None or memory_fit.level == "ok":
         return
     usage = ", ".join(

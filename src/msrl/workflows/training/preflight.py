@@ -35,6 +35,7 @@ def check_start(
     resume: SavedTraining | None,
     *,
     longest: int | None = None,
+    has_images: bool = False,
 ) -> None:
     """Check memory, trackers, reward functions and weights of a training.
 
@@ -43,12 +44,13 @@ def check_start(
         platform: platform of the run. Its memory is not checked if this machine lacks it.
         resume: checkpoint to resume from.
         longest: length in tokens of the longest row that is certainly trained on.
+        has_images: True if rows have images.
 
     Raises:
         MsrlError: the run cannot start.
     """
     if platform.missing() is None:
-        check_memory(plan, platform, longest=longest)
+        check_memory(plan, platform, longest=longest, has_images=has_images)
     check_trackers(plan.config.log.trackers, plan.config.log.options)
     if plan.has_rollouts:
         check_platform(plan.rollout.engine, platform)

@@ -51,6 +51,11 @@ class RowSource(Protocol):
         """Tokens of the longest row."""
         ...
 
+    @property
+    def has_images(self) -> bool:
+        """True if rows have images."""
+        ...
+
 
 RowsT = TypeVar("RowsT", bound=RowSource)
 
@@ -165,7 +170,13 @@ def run(plan: RunPlan, task: SupervisedTask[RowsT]) -> None:
     if job.resume is not None and job.resume.step == job.num_steps:
         finish_completed(plan, job.resume, task.curves)
         return
-    check_start(plan, job.platform, job.resume, longest=job.train.longest)
+    check_start(
+        plan,
+        job.platform,
+        job.resume,
+        longest=job.train.longest,
+        has_images=job.train.has_images,
+    )
     with open_session(
         plan,
         start_step=job.start_step,
