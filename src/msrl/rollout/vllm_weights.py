@@ -185,11 +185,13 @@ def _repack_tied_head(model: Any) -> None:
     """Repack the output layer's weight on CPU if the embedding is tied.
 
     The CPU layer multiplies by a packed copy of its weight, which a reload does not update in that
-    case.
+    case. The model may be the language model of another one.
     """
-    head = getattr(model, "lm_head", None)
-    if head is not None and hasattr(head, "cpu_linear") and head.weight.numel():
-        head.quant_method.process_weights_after_loading(head)
+    # A tied head has the embedding's name too, under which it would be listed first.
+    modules = model.named_modules(remove_duplicate=False)
+    for head in [module for name, module in modules if name.rpartition(".")[2] == "lm_head"]:
+        if hasattr(head, "cpu_linear") and head.weight.numel():
+            head.quant_method.process_weights_after_loading(head)
 
 
 if "torch" in sys.modules:  # in a process of vLLM, which creates its groups after this import
