@@ -32,7 +32,7 @@ AXE_URL = "https://registry.npmjs.org/axe-core/-/axe-core-4.10.3.tgz"
 AXE_SHA256 = "0f2b4d7dcdf7d1219df8d1959ad68e565f51d14c3f0d88bb71cd59abeb956292"
 CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 # Their wheels are built for another torch than the CPU build, which makes `import vllm` fail.
-# Text models need none of them.
+# Engines import classes of vision-language models without them (rollout/images).
 INCOMPATIBLE_PACKAGES = ("torchvision", "torchaudio", "torchcodec")
 OFFLINE = {
     "HF_HUB_OFFLINE": "1",

@@ -24,7 +24,12 @@ TESTS_OF_NO_PACKAGE = {"browser", "examples", "helpers", "npu", "repository"}
 # Path prefixes in src/msrl that may import a heavy package.
 ALLOWED_IMPORTERS = {
     "megatron": ("trainer/", "checkpoint/distributed/", "data/indexed.py", "platforms/"),
-    "vllm": ("rollout/vllm.py", "rollout/vllm_sender.py", "rollout/vllm_server.py"),
+    "vllm": (
+        "rollout/images/",
+        "rollout/vllm.py",
+        "rollout/vllm_sender.py",
+        "rollout/vllm_server.py",
+    ),
     "ray": ("cluster/", "workflows/"),
     "torch_npu": ("platforms/",),
     "mindspeed": ("platforms/",),

@@ -23,7 +23,9 @@ from msrl.models.entries import file_names
 from msrl.models.kv_cache import kv_bytes_per_token
 from msrl.models.shape import Shape
 from msrl.platforms.base import Platform
-from msrl.types import Floats, Ints, Prompt, RolloutGroup, Routes, SamplingParams
+from msrl.types import Floats, Ints, PlacedImage, Prompt, RolloutGroup, Routes, SamplingParams
+from msrl.vision.settings import VisionSettings
+from msrl.vision.sizes import image_tokens
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -44,6 +46,19 @@ class EngineMetrics:
 
 
 @dataclass(frozen=True, slots=True)
+class EngineImages:
+    """Pictures of prompts: the largest number in a prompt, and how they become patches."""
+
+    max_images: int
+    vision: VisionSettings
+
+    @property
+    def max_tokens(self) -> int:
+        """Tokens of the largest picture."""
+        return self.vision.max_pixels // self.vision.factor**2
+
+
+@dataclass(frozen=True, slots=True)
 class EngineSettings:
     """Settings for starting an engine.
 
@@ -54,6 +69,7 @@ class EngineSettings:
     With `is_stepped`, the engine can be used as a `StepEngine`.
     With `records_routes`, it records the experts of every token, for `SamplingParams.with_routes`.
     With `metrics`, vLLM counts requests, tokens and times, and Prometheus can read them.
+    With `images`, prompts may have pictures; otherwise the engine has no vision tower.
     """
 
     model_dir: Path
@@ -68,6 +84,7 @@ class EngineSettings:
     is_stepped: bool = False
     records_routes: bool = False
     metrics: EngineMetrics | None = None
+    images: EngineImages | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,10 +172,13 @@ class Engine(Protocol):
         """
         ...
 
-    def score(self, token_ids: Sequence[Ints]) -> tuple[Floats, ...]:
+    def score(
+        self, token_ids: Sequence[Ints], images: Sequence[tuple[PlacedImage, ...]] = ()
+    ) -> tuple[Floats, ...]:
         """Return the log-probability of every token but the first, given the previous ones.
 
-        Input: [T], output: [T - 1], at temperature 1. T must be less than `max_model_len`.
+        Input: [T], output: [T - 1], at temperature 1. T must be less than `max_model_len`. `images`
+        are the pictures of each sequence; without them, no sequence has pictures.
         """
         ...
 
@@ -177,7 +197,7 @@ class Engine(Protocol):
         ...
 
     def forget_prompts(self) -> None:
-        """Drop cached keys and values of prompt prefixes, so that they are recomputed."""
+        """Drop cached keys and values of prompts, and features of their pictures."""
         ...
 
     def sleep(self, *, discard_weights: bool = False) -> None:
@@ -253,6 +273,34 @@ def check_prompt(prompt: Prompt, vocab_size: int, max_model_len: int) -> None:
             f"prompt {prompt.index}: token id {invalid} is outside of the model's vocabulary "
             f"of {vocab_size}. Check that the tokenizer belongs to the model."
         )
+
+
+def check_images(prompt: Prompt, images: EngineImages | None) -> None:
+    """Check that the engine can read the pictures of a prompt.
+
+    Raises:
+        MsrlError: The engine reads no pictures or not so many, or a picture has other tokens.
+    """
+    where, number = f"prompt {prompt.index}", len(prompt.images)
+    if not number:
+        return
+    if images is None:
+        raise MsrlError(f"{where}: has images, but the engine reads text only. Remove the images.")
+    if number > images.max_images:
+        raise MsrlError(
+            f"{where}: has {number} images, but the engine reads at most {images.max_images} in a "
+            "prompt. Use fewer images."
+        )
+    vision, end = images.vision, 0
+    for placed in prompt.images:
+        start, end_before = placed.offset, end
+        end = start + image_tokens(placed.image.grid, vision.merge_size)
+        ids = prompt.token_ids[start:end]
+        if start < end_before or len(ids) < end - start or (ids != vision.image_token_id).any():
+            raise MsrlError(
+                f"{where}: the image of {end - start} tokens at token {start} has other tokens "
+                "there. Preprocess the data again for this model."
+            )
 
 
 def check_stops(key: str, stops: Sequence[str], tokenizer: TextTokenizer) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import functools
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from msrl.models.shape import Shape
@@ -22,8 +23,10 @@ from msrl.rollout.engine import (
 )
 from msrl.rollout.engine_limits import model_length
 from msrl.rollout.engine_source import statements
+from msrl.vision.settings import has_vision, names_normalization, read_vision_settings
 
 _FILE = "engine/arg_utils.py"
+_DEFAULT_BATCH = 8192  # tokens of a step by default, on devices
 
 
 Value = Callable[[EngineSettings, Shape, Platform], Any]
@@ -37,6 +40,40 @@ def _kv_cache_bytes(settings: EngineSettings, shape: Shape, platform: Platform) 
     dtype, length = settings.dtype or shape.dtype, model_length(settings, shape)
     available = int(psutil.virtual_memory().available)  # without swapping
     return kv_cache_bytes(shape, settings, dtype, length, BLOCK_TOKENS, available)
+
+
+def _image_limit(settings: EngineSettings) -> dict[str, int] | None:
+    if not has_vision(settings.model_dir):
+        return None
+    return {"image": settings.images.max_images if settings.images else 0, "video": 0}
+
+
+def _normalizes_on_device(settings: EngineSettings) -> bool | None:
+    """Return False if vLLM must not normalize pixels, None for its default.
+
+    It reads mean and deviation from the processor's file and has no defaults for them.
+    """
+    is_known = "mm_device_do_normalize" in (engine_argument_names() or ())
+    if settings.images is None or not is_known:
+        return None
+    return None if names_normalization(settings.model_dir) else False
+
+
+def _batch_of_image(settings: EngineSettings, shape: Shape, platform: Platform) -> int | None:
+    """Return the tokens of a step that a picture may need, None for vLLM's default.
+
+    vLLM knows the largest picture of the model's processor, but not that of other limits.
+    """
+    images, length = settings.images, model_length(settings, shape)
+    if images is None or images.max_tokens <= _largest_image(settings.model_dir):
+        return None
+    is_chunked = platform.engine_arguments().get("enable_chunked_prefill", True)
+    return max(_DEFAULT_BATCH, min(images.max_tokens, length) if is_chunked else length)
+
+
+def _largest_image(model_dir: Path) -> int:
+    vision = read_vision_settings(model_dir)
+    return vision.max_pixels // vision.factor**2
 
 
 # Arguments that msrl sets: the key that controls each and its value. "": no key does. None instead
@@ -59,7 +96,7 @@ _ARGUMENTS: dict[str, tuple[str | None, Value]] = {
     "max_num_seqs": ("rollout.engine.max_num_seqs", lambda s, *_: s.engine.max_num_seqs),
     "max_num_batched_tokens": (
         "rollout.engine.max_num_batched_tokens",
-        lambda s, *_: s.engine.max_num_batched_tokens or None,
+        lambda s, shape, p: s.engine.max_num_batched_tokens or _batch_of_image(s, shape, p),
     ),
     "enforce_eager": ("rollout.engine.eager", lambda s, _, platform: is_eager(s.engine, platform)),
     "enable_prefix_caching": ("rollout.engine.prefix_cache", lambda s, *_: s.engine.prefix_cache),
@@ -81,18 +118,29 @@ _ARGUMENTS: dict[str, tuple[str | None, Value]] = {
         None,
         lambda s, _, p: s.weight_backend and {"backend": p.weight_engine(s.weight_backend).name},
     ),
+    # Without pictures, vLLM loads neither the vision tower nor a processor.
+    "limit_mm_per_prompt": ("", lambda s, *_: _image_limit(s)),
+    "mm_processor_cache_gb": ("", lambda s, *_: None if s.images is None else 0),
+    "mm_device_do_normalize": ("", lambda s, *_: _normalizes_on_device(s)),
+    "skip_mm_profiling": ("", lambda s, _, p: (s.images and p.shares_main_memory) or None),
     # A step must return the tokens that it samples: with asynchronous scheduling, tokens of old
     # weights would arrive after an update, and finished requests would run once more.
     "async_scheduling": (None, lambda s, *_: False if s.is_stepped or s.records_routes else None),
 }
 SET_BY_MSRL = {name: key for name, (key, _) in _ARGUMENTS.items() if key is not None}
 
+_PIXELS = "the engine must read the pictures that are trained"
 # Arguments that contradict what msrl guarantees, with the reason.
 REFUSED = {
     "trust_remote_code": "code of a checkpoint is never run",
     "pipeline_parallel_size": "an engine has no pipeline stages in this version",
     "hf_overrides": "the engine must run the model that is trained (model.logits_dtype sets the "
     "dtype of its output layer)",
+    "mm_processor_kwargs": _PIXELS,
+    "language_model_only": _PIXELS,
+    "mm_encoder_only": _PIXELS,
+    "enable_mm_embeds": _PIXELS,
+    "video_pruning_rate": _PIXELS,
     "skip_tokenizer_init": "responses are decoded with the tokenizer",
     "runner": "the engine generates",
     "convert": "the engine generates",

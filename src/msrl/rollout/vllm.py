@@ -33,6 +33,7 @@ from msrl.rollout.engine import (
     EngineSettings,
     NewTokens,
     Piece,
+    check_images,
     check_prompt,
     is_eager,
     sample_seeds,
@@ -41,6 +42,8 @@ from msrl.rollout.engine import (
 )
 from msrl.rollout.engine_arguments import engine_arguments
 from msrl.rollout.engine_limits import check_limits, model_length
+from msrl.rollout.images.inputs import ImageInputs, run_rendered
+from msrl.rollout.images.processors import VARIABLE, class_variable, prepare_process
 from msrl.rollout.routed_requests import RoutedRequests
 from msrl.rollout.runtime.finished_requests import progress_class
 from msrl.rollout.sleep import EngineMemory
@@ -49,7 +52,16 @@ from msrl.rollout.vllm_weights import send_to_workers
 from msrl.rollout.weights.channel import WeightChannel
 from msrl.rollout.weights.digest import Digests
 from msrl.tracking.prometheus import MetricsServer
-from msrl.types import Completion, Floats, Ints, Prompt, RolloutGroup, SamplingParams
+from msrl.types import (
+    Completion,
+    Floats,
+    Ints,
+    PlacedImage,
+    Prompt,
+    RolloutGroup,
+    SamplingParams,
+)
+from msrl.vision.settings import has_vision
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -106,6 +118,7 @@ class VllmEngine:
         }
         self._memory = EngineMemory(self._llm, sleep_level(settings.engine, platform))
         self._routed = RoutedRequests(self.call_workers)
+        self._images = self._image_inputs()
         self.call_workers("change_sampler")
         if platform.token_multiple(torch.bfloat16) > 1 and is_eager(settings.engine, platform):
             self.call_workers("pad_products")
@@ -117,6 +130,40 @@ class VllmEngine:
             self._check_logits(settings.logits_dtype)
         if settings.records_routes:
             self._begin_recording()
+
+    def _image_inputs(self) -> ImageInputs | None:
+        """Return what makes inputs of prompts with pictures, or None for text only."""
+        if self._settings.images is None:
+            return None
+        # MultiModalConfig of vLLM 0.29 and later; earlier versions have no such option.
+        config = self._llm.llm_engine.model_config.multimodal_config
+        normalizes = getattr(config, "mm_device_do_normalize", False)
+        return ImageInputs(self._settings.images, is_normalized=not normalizes)
+
+    def _input(self, prompt: Prompt) -> dict[str, Any]:
+        """Check a prompt and return it in vLLM's form.
+
+        Raises:
+            MsrlError: The prompt or a picture of it is invalid.
+        """
+        check_prompt(prompt, self._shape.vocab_size, self.max_model_len)
+        check_images(prompt, self._settings.images)
+        if self._images is None or not prompt.images:
+            return {"prompt_token_ids": prompt.token_ids.tolist()}
+        return self._images.make(prompt.token_ids, prompt.images)
+
+    def _run(
+        self, inputs: Sequence[dict[str, Any]], params: Sequence[Any], bar: Any = False
+    ) -> list[Any]:
+        """Return vLLM's output of each input; `bar` is the argument `use_tqdm` of vLLM.
+
+        `LLM.generate` takes no rendered inputs, so those are added to the engine itself.
+        """
+        if not inputs:
+            return []
+        if not any("mm_kwargs" in content for content in inputs):
+            return self._llm.generate(list(inputs), list(params), use_tqdm=bar)
+        return run_rendered(self._llm, inputs, params, bar)
 
     def _check_logits(self, dtype: str) -> None:
         """Close the engine if its model rounds logits to another dtype than this one.
@@ -149,10 +196,9 @@ class VllmEngine:
         on_finished: Callable[[int], object] | None = None,
     ) -> tuple[RolloutGroup, ...]:
         self._memory.check_ready()
-        for prompt in prompts:
-            check_prompt(prompt, self._shape.vocab_size, self.max_model_len)
         # One request per sample instead of vLLM's `n`: each has its own seed.
         copies = [prompt for prompt in prompts for _ in range(sampling.num_samples)]
+        inputs = [self._input(prompt) for prompt in copies]
         seeds = sample_seeds(prompts, sampling, policy_version)
         keys = self._routed.new_keys(len(copies))
         params = [
@@ -160,8 +206,7 @@ class VllmEngine:
             for prompt, seed, key in zip(copies, seeds, keys, strict=True)
         ]
         bar = on_finished is not None and progress_class(on_finished)
-        inputs = [_as_input(prompt.token_ids) for prompt in copies]
-        outputs = self._llm.generate(inputs, params, use_tqdm=bar) if copies else []
+        outputs = self._run(inputs, params, bar)
         results = [self._completion(output.outputs[0], policy_version) for output in outputs]
         if sampling.with_routes:
             results = self._routed.add_routes(copies, results, keys)
@@ -175,12 +220,12 @@ class VllmEngine:
         from vllm.sampling_params import RequestOutputKind
 
         self._memory.check_ready()
-        check_prompt(prompt, self._shape.vocab_size, self.max_model_len)
+        content = self._input(prompt)
         params = self._params(prompt, sampling, sampling.seed)
         # DELTA: a step returns its new text only. Nothing reads the log-probabilities.
         params.detokenize, params.output_kind, params.logprobs = True, RequestOutputKind.DELTA, None
         engine, request = self._llm.llm_engine, str(next(self._llm.request_counter))
-        engine.add_request(request, _as_input(prompt.token_ids), params)
+        engine.add_request(request, content, params)
         try:
             while engine.has_unfinished_requests():
                 for output in engine.step():
@@ -196,14 +241,13 @@ class VllmEngine:
     ) -> None:
         from vllm.sampling_params import RequestOutputKind
 
-        check_prompt(prompt, self._shape.vocab_size, self.max_model_len)
+        # vLLM hashes the salt into the first block, so no prefix is shared across salts.
+        content = {**self._input(prompt), "cache_salt": salt}
         params = self._params(prompt, sampling, seed, request)
         # Otherwise each step returns all tokens so far again.
         params.output_kind = RequestOutputKind.DELTA
         if sampling.with_routes:
             self._routed.start(request, len(prompt.token_ids))
-        # vLLM hashes the salt into the first block, so no prefix is shared across salts.
-        content = {**_as_input(prompt.token_ids), "cache_salt": salt}
         self._llm.llm_engine.add_request(request, content, params)
 
     def step(self) -> list[NewTokens]:
@@ -231,12 +275,17 @@ class VllmEngine:
         ids = self._tokenizer.encode(text, add_special_tokens=False)
         return np.asarray(ids, dtype=np.int64)
 
-    def score(self, token_ids: Sequence[Ints]) -> tuple[Floats, ...]:
+    def score(
+        self, token_ids: Sequence[Ints], images: Sequence[tuple[PlacedImage, ...]] = ()
+    ) -> tuple[Floats, ...]:
         import vllm
 
         self._memory.check_ready()
-        for index, ids in enumerate(token_ids):
-            check_prompt(Prompt(index, ids), self._shape.vocab_size, self.max_model_len)
+        placed = images or [()] * len(token_ids)
+        inputs = [
+            self._input(Prompt(index, ids, images=pictures))
+            for index, (ids, pictures) in enumerate(zip(token_ids, placed, strict=True))
+        ]
         # vLLM must sample a token, which is ignored. Its temperature does not scale these logits
         # (GPUModelRunner._get_prompt_logprobs_dict).
         params = vllm.SamplingParams(
@@ -246,11 +295,7 @@ class VllmEngine:
             flat_logprobs=True,
             detokenize=False,
         )
-        outputs = (
-            self._llm.generate([_as_input(ids) for ids in token_ids], params, use_tqdm=False)
-            if token_ids
-            else []
-        )
+        outputs = self._run(inputs, [params] * len(inputs))
         return tuple(
             _logprobs(ids[1:], output.prompt_logprobs)
             for ids, output in zip(token_ids, outputs, strict=True)
@@ -269,7 +314,6 @@ class VllmEngine:
             digests = self._load_in_workers(tensors, model_dir, verify)
         self._memory.finish_loading()
         self._check_addresses()
-        # `reload_weights` resets caches of adapters and encoders, but not the prefix cache.
         self.forget_prompts()
         return tuple(digests) if verify else ()
 
@@ -323,6 +367,10 @@ class VllmEngine:
 
     def forget_prompts(self) -> None:
         self._llm.reset_prefix_cache()
+        if self._images is not None:
+            # `reload_weights` clears the features in the workers, but the scheduler knows of them
+            # (EncoderCacheManager). Transfers from device to device clear neither.
+            self._llm.llm_engine.reset_encoder_cache()
 
     def sleep(self, *, discard_weights: bool = False) -> None:
         self._memory.release(discard_weights=discard_weights)
@@ -406,10 +454,6 @@ def _new_tokens(request: str, output: Any) -> NewTokens:
     return NewTokens(request, token_ids, _logprobs(token_ids, output.logprobs), reason)
 
 
-def _as_input(token_ids: Ints) -> dict[str, list[int]]:
-    return {"prompt_token_ids": token_ids.tolist()}
-
-
 def _logprobs(token_ids: Ints, flat: Any) -> Floats:
     """Return the log-probability of each token from vLLM's `FlatLogprobs` of these tokens.
 
@@ -442,12 +486,14 @@ def engine_variables(platform: Platform, settings: EngineSettings) -> dict[str, 
     own = platform.engine_environment(
         settings.engine.tp, is_eager=is_eager(settings.engine, platform)
     )
+    vision = class_variable(settings.model_dir) if has_vision(settings.model_dir) else {}
     # All processes of an engine are on one machine.
-    return {**common, **own, **platform.network_environment("lo")}
+    return {**common, **own, **platform.network_environment("lo"), **vision}
 
 
 def _prepare_environment(platform: Platform, settings: EngineSettings) -> None:
     """Set the variables that vLLM reads when it is imported, unless the user has set them."""
+    os.environ.pop(VARIABLE, None)  # of another engine in this process
     for name, value in engine_variables(platform, settings).items():
         os.environ.setdefault(name, value)
     # This process compiles too, after the engine has started.
@@ -487,6 +533,7 @@ def _start(arguments: dict[str, Any], settings: EngineSettings, folder: Path) ->
         try:
             quiet = contextlib.nullcontext() if settings.verbose else quiet_processes()
             with temporary.redirect(folder), quiet, no_collections():  # it imports much more
+                prepare_process()
                 return vllm.LLM(**arguments)
         # vLLM raises ValueError for a configuration that it refuses; TypeError for an option.
         except (ValueError, TypeError) as error:

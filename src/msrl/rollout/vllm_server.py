@@ -21,6 +21,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from msrl.chat_rendering.client import Chat, RenderingError, render_chats
 from msrl.processes.parent import end_with_parent
+from msrl.rollout.images.processors import prepare_process
 
 _BEFORE_0_32 = "vllm.entrypoints.openai.api_server"
 
@@ -55,6 +56,7 @@ def main() -> None:
     # vLLM ends its engine and the processes of the engine at SIGTERM.
     end_with_parent(parent, signal.SIGTERM)
     limit_templates()
+    prepare_process()
     if importlib.util.find_spec("vllm.entrypoints.launchers") is None:
         runpy.run_module(_BEFORE_0_32, run_name="__main__", alter_sys=True)
         return
@@ -66,3 +68,5 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+elif __name__ == "__mp_main__":  # in the process of the engine, and in those of its devices
+    prepare_process()

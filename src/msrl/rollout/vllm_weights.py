@@ -16,6 +16,7 @@ from msrl.models.entries import stack_sizes
 from msrl.models.families import load_shape
 from msrl.platforms import bind_stores
 from msrl.rollout.engine import checked_weights, expected_weights
+from msrl.rollout.images.processors import prepare_process
 from msrl.rollout.vllm_products import ProductChanges
 from msrl.rollout.vllm_recording import ForwardRecorder
 from msrl.rollout.vllm_routes import RouteRecorder
@@ -196,3 +197,4 @@ def _repack_tied_head(model: Any) -> None:
 
 if "torch" in sys.modules:  # in a process of vLLM, which creates its groups after this import
     bind_stores()
+    prepare_process()

@@ -153,6 +153,11 @@ def read_vision_settings(folder: Path) -> VisionSettings:
     return settings
 
 
+def names_normalization(folder: Path) -> bool:
+    """Return True if the file of the image processor has the mean and deviation of channels."""
+    return {"image_mean", "image_std"} <= _read_processor(folder).values.keys()
+
+
 def _read_processor(folder: Path) -> HfConfig:
     """Return the settings of the image processor."""
     for name in _FILES:

@@ -14,16 +14,17 @@ SPECIALS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 VOCAB_SIZE = 288  # 3 special tokens, 256 bytes, and padding that no text uses
 
 
-def make_tokenizer(chat_template: bool = True) -> Any:
-    """Return a tokenizer with one token per UTF-8 byte."""
+def make_tokenizer(chat_template: bool = True, more: tuple[str, ...] = ()) -> Any:
+    """Return a tokenizer with one token per UTF-8 byte, and `more` special tokens."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    specials = (*SPECIALS, *more)
     bpe = Tokenizer(
-        models.BPE(vocab={token: i for i, token in enumerate((*SPECIALS, *alphabet))}, merges=[])
+        models.BPE(vocab={token: i for i, token in enumerate((*specials, *alphabet))}, merges=[])
     )
-    bpe.add_special_tokens(list(SPECIALS))
+    bpe.add_special_tokens(list(specials))
     bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     bpe.decoder = decoders.ByteLevel()
     tokenizer = PreTrainedTokenizerFast(

@@ -1,0 +1,131 @@
+"""Prompts with pictures, in the form that vLLM's processor returns (vLLM 0.23 to 0.32).
+
+vLLM takes the token ids, pixels and places of a rendered input (`MultiModalInput` in
+`vllm/inputs/engine.py`) as they are: its processor, its tokenizer and its expansion of image tokens
+do not run, so the engine reads the tokens and pixels that are trained.
+
+Letters: N patches of a picture, e elements of a patch.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from msrl.rollout.engine import EngineImages
+from msrl.types import Image, Ints, PlacedImage
+from msrl.vision.pixels import cut_patches, decode_image, patches_of
+from msrl.vision.sizes import image_tokens
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+_CACHE_BYTES = 1 << 30
+
+
+class ImageInputs:
+    """Inputs of prompts with pictures. The patches of the latest pictures stay in host memory.
+
+    `is_normalized` says that vLLM gets normalized patches: otherwise it normalizes them itself.
+    """
+
+    def __init__(
+        self, images: EngineImages, *, is_normalized: bool, cache_bytes: int = _CACHE_BYTES
+    ) -> None:
+        self._vision, self._is_normalized = images.vision, is_normalized
+        self._cache_bytes, self._num_bytes = cache_bytes, 0
+        self._items = OrderedDict[Image, tuple[Any, int]]()
+
+    def make(self, token_ids: Ints, images: Sequence[PlacedImage]) -> dict[str, Any]:
+        """Return the input of a prompt.
+
+        Raises:
+            ImageError: A picture cannot be decoded.
+        """
+        from vllm.multimodal.inputs import MultiModalKwargsItems, PlaceholderRange
+
+        places = [
+            PlaceholderRange(
+                placed.offset, image_tokens(placed.image.grid, self._vision.merge_size)
+            )
+            for placed in images
+        ]
+        return {
+            "type": "multimodal",
+            "prompt_token_ids": token_ids.tolist(),
+            "mm_kwargs": MultiModalKwargsItems(
+                {"image": [self._item(placed.image) for placed in images]}
+            ),
+            "mm_hashes": {"image": [_hash(placed.image) for placed in images]},
+            "mm_placeholders": {"image": places},
+        }
+
+    def _item(self, image: Image) -> Any:
+        """Return the arguments of vLLM's model for a picture."""
+        if image in self._items:
+            self._items.move_to_end(image)
+            return self._items[image][0]
+        patches = self._patches(image)
+        item, size = _as_item(image, patches), patches.nbytes
+        self._items[image] = item, size
+        self._num_bytes += size
+        while self._num_bytes > self._cache_bytes and len(self._items) > 1:
+            self._num_bytes -= self._items.popitem(last=False)[1][1]
+        return item
+
+    def _patches(self, image: Image) -> Tensor:  # [N, e], uint8, or float32 if normalized
+        import torch
+
+        pixels = decode_image(image.data, self._vision, image.grid)
+        cut = patches_of if self._is_normalized else cut_patches
+        return torch.from_numpy(cut(pixels, self._vision))
+
+
+def run_rendered(
+    llm: Any, inputs: Sequence[Mapping[str, Any]], params: Sequence[Any], bar: Any
+) -> list[Any]:
+    """Run rendered inputs to their ends, as `vllm.LLM.generate` runs texts, and return the outputs.
+
+    `bar` is a class with the interface of `tqdm`, or False.
+    """
+    from vllm.sampling_params import RequestOutputKind
+
+    engine = llm.llm_engine
+    requests = [str(next(llm.request_counter)) for _ in inputs]
+    try:
+        for request, content, param in zip(requests, inputs, params, strict=True):
+            param.output_kind = RequestOutputKind.FINAL_ONLY
+            engine.add_request(request, content, param)
+    except BaseException:
+        engine.abort_request(requests)
+        raise
+    progress = bar(total=len(requests)) if bar else None
+    outputs = dict[str, Any]()
+    while engine.has_unfinished_requests():
+        finished = [output for output in engine.step() if output.finished]
+        outputs |= {output.request_id: output for output in finished}
+        if progress is not None and finished:
+            progress.update(len(finished))
+    return [outputs[request] for request in requests]
+
+
+def _as_item(image: Image, patches: Tensor) -> Any:
+    """Return the fields that vLLM's Qwen2-VL and its successors read of one picture."""
+    import torch
+    from vllm.multimodal.inputs import MultiModalFieldConfig, MultiModalKwargsItems
+
+    values = {"pixel_values": patches, "image_grid_thw": torch.tensor([image.grid])}
+    fields = {
+        "pixel_values": MultiModalFieldConfig.flat_from_sizes(
+            "image", torch.tensor([len(patches)])
+        ),
+        "image_grid_thw": MultiModalFieldConfig.batched("image", keep_on_cpu=True),
+    }
+    return MultiModalKwargsItems.from_hf_inputs(values, fields)["image"][0]  # type: ignore[arg-type]
+
+
+def _hash(image: Image) -> str:
+    """Return the name by which vLLM shares features and cached keys of a picture."""
+    frames, rows, columns = image.grid
+    return f"{image.key}-{frames}x{rows}x{columns}"

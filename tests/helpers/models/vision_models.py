@@ -1,0 +1,164 @@
+"""Folders of small random vision-language models that an engine on CPU can load, with tokenizers.
+
+Attention heads have 32 channels, the smallest that vLLM supports on CPU. Every part of the towers
+matters: several windows, positions between the entries of a table, and two deeper layers.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import io
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from safetensors.torch import save_file
+
+import families
+from families import FAMILIES
+from msrl.types import Floats, Image, PlacedImage, Prompt
+from msrl.vision.pixels import decode_image, patches_of
+from msrl.vision.settings import read_vision_settings
+from msrl.vision.sizes import grid_of, image_tokens
+from tiny_qwen2 import VOCAB_SIZE, make_tokenizer
+
+MODELS = ("qwen2-vl", "qwen2.5-vl", "qwen3-vl")
+VISION_TOKENS = (
+    "<|vision_start|>", "<|vision_end|>", "<|vision_pad|>", "<|image_pad|>", "<|video_pad|>",
+)  # fmt: skip
+IDS = {
+    "vision_start_token_id": 3, "vision_end_token_id": 4, "vision_token_id": 5,
+    "image_token_id": 6, "video_token_id": 7,
+}  # fmt: skip
+_TOWERS: dict[str, dict[str, Any]] = {
+    "qwen2-vl": {"hidden_size": 128},
+    "qwen2.5-vl": {
+        "depth": 3, "window_size": 56, "fullatt_block_indexes": [1], "out_hidden_size": 128,
+    },
+    "qwen3-vl": {
+        "depth": 3, "deepstack_visual_indexes": [0, 2], "num_position_embeddings": 25,
+        "out_hidden_size": 128,
+    },
+}  # fmt: skip
+
+
+def config(name: str) -> dict[str, Any]:
+    """Return the config of a model."""
+    values = copy.deepcopy(FAMILIES[name].config) | IDS
+    values["vision_config"] |= _TOWERS[name]
+    text = values.get("text_config", values)
+    text |= {
+        "hidden_size": 128, "vocab_size": VOCAB_SIZE, "max_position_embeddings": 1024,
+        "bos_token_id": None, "eos_token_id": 2,
+    }  # fmt: skip
+    if name != "qwen3-vl":
+        text["rope_scaling"] = {"type": "mrope", "mrope_section": [4, 6, 6]}
+    return values
+
+
+def processor(patch_size: int) -> dict[str, Any]:
+    """Return the settings of an image processor; pictures have 4 to 100 tokens."""
+    return {
+        "image_processor_type": "Qwen2VLImageProcessor",
+        "patch_size": patch_size,
+        "merge_size": 2,
+        "temporal_patch_size": 2,
+        "min_pixels": 16 * patch_size**2,
+        "max_pixels": 400 * patch_size**2,
+        "image_mean": [0.5, 0.4, 0.3],
+        "image_std": [0.2, 0.3, 0.4],
+        "resample": 3,
+    }
+
+
+def weights(name: str, seed: int = 0) -> dict[str, Any]:
+    """Return weights of a model whose logits are small enough for float32 to be exact to 1e-5."""
+    tensors = families.weights(config(name), seed)
+    return {key: 0.6 * tensor if tensor.ndim > 1 else tensor for key, tensor in tensors.items()}
+
+
+def save_model(folder: Path, name: str, seed: int = 0) -> Path:
+    """Save a model with its tokenizer and the settings of its image processor."""
+    values = config(name)
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(values))
+    save_file(weights(name, seed), folder / "model.safetensors", metadata={"format": "pt"})
+    make_tokenizer(more=VISION_TOKENS).save_pretrained(folder)
+    settings = processor(values["vision_config"]["patch_size"])
+    (folder / "preprocessor_config.json").write_text(json.dumps(settings))
+    return folder
+
+
+def picture(folder: Path, seed: int, height: int, width: int) -> Image:
+    """Return a picture of random colors, which the model resizes."""
+    from PIL import Image as Pillow
+
+    colors = np.random.default_rng(seed).integers(0, 256, (8, 8, 3), dtype=np.uint8)
+    file = io.BytesIO()
+    Pillow.fromarray(colors).resize((width, height), Pillow.Resampling.BICUBIC).save(file, "PNG")
+    data = file.getvalue()
+    grid = grid_of(height, width, read_vision_settings(folder))
+    return Image(hashlib.sha256(data).hexdigest(), grid, data)
+
+
+def make_prompt(seed: int, texts: Sequence[int], images: Sequence[Image], index: int = 0) -> Prompt:
+    """Return a prompt of random texts of these lengths with pictures between them."""
+    draw = np.random.default_rng(seed)
+    ids, placed = list[int](), list[PlacedImage]()
+    for number, length in enumerate(texts):
+        ids += draw.integers(8, 264, length).tolist()
+        if number < len(images):
+            ids.append(IDS["vision_start_token_id"])
+            placed.append(PlacedImage(len(ids), images[number]))
+            ids += [IDS["image_token_id"]] * image_tokens(images[number].grid, 2)
+            ids.append(IDS["vision_end_token_id"])
+    return Prompt(index, np.array(ids, np.int64), images=tuple(placed))
+
+
+def prompts(folder: Path) -> list[Prompt]:
+    """Return prompts with one picture, none, two, and equal tokens with two different pictures."""
+    wide, high, small, other = (
+        picture(folder, seed, *size)
+        for seed, size in enumerate([(84, 112), (140, 60), (100, 100), (84, 112)])
+    )
+    shapes = [([4, 9], [wide]), ([20], []), ([3, 5, 9], [high, small])]
+    rows = [make_prompt(seed, *shape, seed) for seed, shape in enumerate(shapes)]
+    return [*rows, make_prompt(9, [30, 8], [wide], 3), make_prompt(9, [30, 8], [other], 4)]
+
+
+def logprobs(folder: Path, rows: Sequence[Prompt]) -> list[Floats]:
+    """Return transformers' log-probability of every token but the first of each prompt."""
+    import torch
+    import transformers
+
+    (architecture,) = json.loads((folder / "config.json").read_text())["architectures"]
+    model = getattr(transformers, architecture).from_pretrained(
+        folder, dtype=torch.float32, attn_implementation="eager"
+    )
+    results = list[Floats]()
+    for row in rows:
+        ids = torch.from_numpy(row.token_ids)[None]
+        with torch.inference_mode():
+            logits = model(input_ids=ids, **_picture_arguments(folder, row)).logits[0]
+        chosen = logits[:-1].double().log_softmax(-1).gather(1, ids[0, 1:, None])[:, 0]
+        results.append(chosen.float().numpy())
+    return results
+
+
+def _picture_arguments(folder: Path, row: Prompt) -> dict[str, Any]:
+    """Return the arguments of transformers' models for the pictures of a prompt."""
+    import torch
+
+    vision = read_vision_settings(folder)
+    kinds = torch.from_numpy(row.token_ids == vision.image_token_id).long()[None]
+    if not row.images:
+        return {"mm_token_type_ids": kinds}
+    patches = [patches_of(decode_image(x.image.data, vision), vision) for x in row.images]
+    return {
+        "mm_token_type_ids": kinds,
+        "pixel_values": torch.from_numpy(np.concatenate(patches)),
+        "image_grid_thw": torch.tensor([placed.image.grid for placed in row.images]),
+    }
