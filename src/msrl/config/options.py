@@ -230,6 +230,8 @@ OPTIONS = (
         _option("serve.tools", "--tool-call-parser"),
         _option("serve.lora", metavar="[NAME=]DIR"),
         _option("serve.cache", metavar="DIR"),
+        _option("serve.max_images"),
+        _option("serve.image_hosts", "--allowed-media-domains", metavar="HOST"),
     ),
     *_panel(
         "Network",

@@ -24,7 +24,13 @@ from msrl.rollout.vllm import engine_variables
 
 _MODULE = "msrl.rollout.vllm_server"
 # Arguments of `vllm.LLM` that only a process that generates for a training needs.
-_OFFLINE_ONLY = ("worker_extension_cls", "use_tqdm_on_load", "disable_log_stats")
+_OFFLINE_ONLY = (
+    "worker_extension_cls",
+    "use_tqdm_on_load",
+    "disable_log_stats",
+    "mm_processor_cache_gb",
+)
+_NO_HOST = "none.invalid"  # vLLM reads an empty list of hosts as all hosts
 # Allowed values of --max-lora-rank (`MaxLoRARanks` in vllm/config/lora.py).
 _LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 MAX_LORA_RANK = _LORA_RANKS[-1]
@@ -44,6 +50,7 @@ class ServerSettings:
         tool_parser: vLLM's parser of tool calls; None for a template without tools.
         adapters: Folders of LoRA adapters in PEFT's format by the name in requests.
         max_lora_rank: Largest rank of the adapters.
+        image_hosts: Hosts from which the server may download images.
     """
 
     engine: EngineSettings
@@ -55,6 +62,7 @@ class ServerSettings:
     tool_parser: str | None = None
     adapters: Mapping[str, Path] = field(default_factory=dict[str, Path])
     max_lora_rank: int = 0
+    image_hosts: tuple[str, ...] = ()
 
 
 def server_command(settings: ServerSettings, platform: Platform) -> list[str]:
@@ -83,6 +91,7 @@ def _frontend(settings: ServerSettings) -> dict[str, Any]:
         "disable_fastapi_docs": True,
         "middleware": f"{server_key.__name__}.{server_key.CheckRequest.__name__}",
         "allowed_origins": "[]",  # by default, pages of all sites may read the answers
+        "allowed_media_domains": list(settings.image_hosts) or [_NO_HOST],
     }
     if not is_verbose:
         options |= {"disable_uvicorn_access_log": True, "disable_log_stats": True}
@@ -134,6 +143,8 @@ def server_environment(
     environment = {**engine_variables(platform, settings.engine), **user}
     for override in platform.engine_overrides(environment):
         environment[override.name] = override.value
+    # A host that is allowed must not forward downloads to others.
+    environment.setdefault("VLLM_MEDIA_URL_ALLOW_REDIRECTS", "0")
     # The engine of an HTTP server is always a separate process.
     environment.pop("VLLM_ENABLE_V1_MULTIPROCESSING", None)
     environment.pop("MSRL_API_KEY", None)

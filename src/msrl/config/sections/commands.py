@@ -15,6 +15,7 @@ from msrl.config.sections.base import (
     Dtype,
     NonNegative,
     Section,
+    Size,
     Text,
 )
 from msrl.config.sections.rollout import SamplingConfig
@@ -357,6 +358,16 @@ class ServeConfig(Section):
     cache: Text | None = Field(
         default=None,
         description="Folder of converted checkpoints. Default: msrl/serve in the user's cache.",
+    )
+    max_images: Size = Field(
+        default=8,
+        description="Maximum number of images of a request, for models that read images. 0 serves "
+        "text only, without the vision tower.",
+    )
+    image_hosts: tuple[Text, ...] = Field(
+        default=(),
+        description="Hosts from which the server may download the images of requests. Default: "
+        "none; requests contain their images as data URLs.",
     )
 
 

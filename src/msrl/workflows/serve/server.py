@@ -15,11 +15,13 @@ from msrl import platforms, temporary
 from msrl.config.schema import Config
 from msrl.data.chat_template import chat_template
 from msrl.data.render import Renderer
+from msrl.errors import MsrlError
 from msrl.limits import print_note, printable
-from msrl.rollout.engine import EngineSettings
+from msrl.rollout.engine import EngineImages, EngineSettings
 from msrl.rollout.server import ServerSettings, server_command, server_environment
 from msrl.rollout.server_access import free_port, read_api_key, server_url
 from msrl.types import Conversation, Message
+from msrl.vision.settings import has_vision, read_vision_settings
 from msrl.workflows.engine import (
     check_engine,
     choose_renderer,
@@ -124,7 +126,29 @@ def _engine_settings(config: Config, model: ServedModel) -> EngineSettings:
     config_dir = model.folder if model.source is None else model.source.hf_dir
     engine = engine_settings(config, config_dir, dtype=config.serve.dtype)
     awake = engine.engine.model_copy(update={"sleep": 0})  # requests may come at any time
-    return replace(engine, engine=awake, tokenizer_dir=model.tokenizer_dir)
+    images = _images(config, config_dir)
+    return replace(engine, engine=awake, tokenizer_dir=model.tokenizer_dir, images=images)
+
+
+def _images(config: Config, config_dir: Path) -> EngineImages | None:
+    """Return the limits of the images of a request, or None for text only.
+
+    Raises:
+        MsrlError: A setting for images has no effect, or the files of the image processor are
+            missing or not supported.
+    """
+    section = config.serve
+    if not has_vision(config_dir) or not section.max_images:
+        if section.image_hosts:
+            raise MsrlError(
+                f"serve.image_hosts={list(section.image_hosts)}: {config_dir} is served without "
+                "images. Remove the key."
+            )
+        return None
+    try:
+        return EngineImages(section.max_images, read_vision_settings(config_dir))
+    except MsrlError as error:
+        raise MsrlError(f"{error} serve.max_images=0 serves text only.") from error
 
 
 def _server_settings(setup: ServeSetup, folder: Path) -> ServerSettings:
@@ -146,6 +170,7 @@ def _server_settings(setup: ServeSetup, folder: Path) -> ServerSettings:
         tool_parser=setup.tool_parser,
         adapters=write_adapters(model.adapters, model.folder, folder),
         max_lora_rank=max((adapter.rank for adapter in model.adapters), default=0),
+        image_hosts=config.serve.image_hosts,
     )
 
 
