@@ -1,6 +1,7 @@
 """`msrl chat`: a conversation in the terminal with streamed responses.
 
-Commands begin with a slash: `/clear` forgets the conversation, `/quit` leaves, `/help` lists them.
+Commands begin with a slash: `/clear` forgets the conversation, `/image PATH` adds a picture to the
+next question, `/quit` leaves, `/help` lists them.
 `quit`, `exit` and the end of the input leave too. A line that begins with two slashes is a question
 with one of them. Lines between two lines of three double quotes are one question.
 
@@ -17,13 +18,20 @@ import sys
 from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import closing
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from msrl.config.schema import Config
+from msrl.data.images.marks import IMAGE
+from msrl.data.images.sources import read_image
 from msrl.data.render import Renderer
+from msrl.errors import MsrlError
 from msrl.limits import print_note, printable
 from msrl.rollout.engine import Engine, EngineSettings, Piece, check_stops, sample_seed
-from msrl.types import Conversation, Ints, Message, Prompt, SamplingParams
+from msrl.types import Conversation, Ints, Message, PlacedImage, Prompt, SamplingParams
+from msrl.vision.decoding import CheckedImage, check_images
+from msrl.vision.errors import ImageError
+from msrl.vision.sizes import grid_of
 from msrl.workflows.engine import (
     check_engine,
     choose_renderer,
@@ -36,6 +44,7 @@ from msrl.workflows.engine import (
     sampling_params,
     system_turns,
 )
+from msrl.workflows.serve.images import ImagePrompts, optional_images
 from msrl.workflows.training.interrupts import children_ignore_interrupts
 
 if TYPE_CHECKING:
@@ -43,10 +52,13 @@ if TYPE_CHECKING:
 
 _LEAVE = ("/quit", "/exit", "/q", "quit", "exit")
 _CLEAR = ("/clear", "/new")
+_MAX_IMAGES = 32  # of the turns that the model sees
 DISCARD = "\x03"  # a line of `read_lines`: Ctrl-C while a question was typed
+_IMAGE = "/image"
 _QUOTES = '"""'
 _HELP = (
-    "/clear starts a new conversation, /quit leaves, /help prints this. //text asks /text. "
+    "/clear starts a new conversation, /image PATH adds a picture to the next question, /quit "
+    "leaves, /help prints this. //text asks /text. "
     f"{_QUOTES} begins and ends a question of several lines. Ctrl-C stops a response"
 )
 
@@ -55,12 +67,13 @@ _HELP = (
 class FittedConversation:
     """The turns that fit the model's context, as token ids, and the number of dropped turns.
 
-    `token_ids` is None if not even the last turn fits.
+    `token_ids` is None if not even the last turn fits. `images` are those of the turns.
     """
 
     turns: tuple[Message, ...]
     token_ids: Ints | None  # [P]
     num_dropped: int
+    images: tuple[PlacedImage, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +81,8 @@ class ChatPrompts:
     """Rendering of a conversation as a prompt, with the earlier turns that the model sees.
 
     With `is_raw`, a prompt is the plain text of all turns. `num_turns` limits the earlier
-    questions with their responses; None is no limit.
+    questions with their responses; None is no limit. `images` renders questions with pictures, for
+    models that read them.
     """
 
     renderer: Renderer
@@ -76,9 +90,12 @@ class ChatPrompts:
     is_raw: bool = False
     num_turns: int | None = None
     keeps_oldest: bool = False
+    images: ImagePrompts | None = None
 
     @classmethod
-    def of(cls, config: Config, renderer: Renderer) -> ChatPrompts:
+    def of(
+        cls, config: Config, renderer: Renderer, images: ImagePrompts | None = None
+    ) -> ChatPrompts:
         """Return the prompts of `config.chat`."""
         section = config.chat
         return cls(
@@ -87,6 +104,7 @@ class ChatPrompts:
             section.raw,
             section.history_turns,
             section.history_keeps == "oldest",
+            images,
         )
 
     def recall(self, turns: tuple[Message, ...]) -> tuple[Message, ...]:
@@ -100,9 +118,28 @@ class ChatPrompts:
 
     def token_ids(self, turns: tuple[Message, ...]) -> Ints:
         """Return the token ids [P] of a conversation, including the generation prompt."""
+        return self.render(turns)[0]
+
+    def render(self, turns: tuple[Message, ...]) -> tuple[Ints, tuple[PlacedImage, ...]]:
+        """Return the token ids [P] of a conversation and its pictures."""
         if self.is_raw:
-            return raw_ids(self.renderer, "".join(turn.content for turn in turns))
-        return self.renderer.prompt(Conversation((*self.system, *turns)))
+            return raw_ids(self.renderer, "".join(turn.content for turn in turns)), ()
+        conversation = Conversation((*self.system, *turns))
+        if self.images is None or not any(turn.images for turn in turns):
+            return self.renderer.prompt(conversation), ()
+        return self.images.render(conversation, None, Path())
+
+    def check_size(self, picture: CheckedImage) -> None:
+        """Raise ImageError if the model cannot resize a picture."""
+        if self.images is not None and self.images.settings is not None:
+            grid_of(picture.height, picture.width, self.images.settings.vision)
+
+    def refusal(self) -> str | None:
+        """Return the reason why questions cannot have pictures, or None."""
+        if self.is_raw:
+            return "chat.raw reads text only."
+        images = self.images or ImagePrompts(self.renderer)
+        return images.reason if images.settings is None else None
 
 
 def run(config: Config) -> None:
@@ -124,7 +161,8 @@ def run(config: Config) -> None:
             "ready: /clear starts a new conversation, /quit leaves, /help lists all commands, "
             "Ctrl-C stops a response"
         )
-        converse(engine, ChatPrompts.of(config, renderer), sampling, read_lines())
+        images = ImagePrompts.of(renderer)
+        converse(engine, ChatPrompts.of(config, renderer, images), sampling, read_lines())
 
 
 def prepare(config: Config) -> tuple[WeightSource, Renderer]:
@@ -148,13 +186,15 @@ def prepare(config: Config) -> tuple[WeightSource, Renderer]:
 
 def _engine_settings(config: Config, source: WeightSource) -> EngineSettings:
     section = config.chat
-    return engine_settings(
+    settings = engine_settings(
         config,
         source.hf_dir,
         dtype=section.dtype,
         max_num_seqs=1,
         random_weights=needs_weight_transfer(source, section.model, section.lora),
     )
+    images = None if section.raw else optional_images(source.hf_dir, _MAX_IMAGES)
+    return replace(settings, images=images)
 
 
 def converse(
@@ -165,13 +205,16 @@ def converse(
 ) -> None:
     """Respond to each line, which is a question or a command, until a command to leave."""
     turns: tuple[Message, ...] = ()
+    pictures = list[bytes]()  # of the next question
     for number, line in enumerate(_questions(lines)):
         text = line.strip()
         if text.lower() in _LEAVE:
             return
         if text.lower() in _CLEAR:
-            turns = ()
+            turns, pictures = (), []
             _print_note("started a new conversation")
+        elif text.split(maxsplit=1)[:1] == [_IMAGE]:
+            _add_picture(prompts, pictures, text.removeprefix(_IMAGE).strip())
         elif text.startswith("/") and not text.startswith("//"):
             known = "" if text.lower() == "/help" else f"{printable(text)}: unknown command. "
             _print_note(f"{known}{_HELP}")
@@ -180,7 +223,29 @@ def converse(
             turn_sampling = sampling
             if sampling.seed is not None:
                 turn_sampling = replace(sampling, seed=sample_seed(sampling.seed, 0, number, 0, 0))
-            turns = _respond(engine, prompts, (*turns, Message("user", text)), turn_sampling)
+            question = Message("user", IMAGE * len(pictures) + text, images=tuple(pictures))
+            turns, pictures = _respond(engine, prompts, (*turns, question), turn_sampling), []
+
+
+def _add_picture(prompts: ChatPrompts, pictures: list[bytes], path: str) -> None:
+    """Read a picture for the next question, or print why it cannot be used."""
+    try:
+        if refusal := prompts.refusal():
+            raise MsrlError(refusal)
+        if not path:
+            raise MsrlError("name a file, as in /image cat.png.")
+        data = read_image(path, Path()).data
+        (checked,) = check_images([data])
+        if isinstance(checked, ImageError):
+            raise checked
+        prompts.check_size(checked)
+        if len(pictures) == _MAX_IMAGES:
+            raise MsrlError(f"the question has {_MAX_IMAGES} pictures, the largest number.")
+    except MsrlError as error:
+        _print_note(f"{_IMAGE} {printable(path)}: {error}")
+        return
+    pictures.append(data)
+    _print_note(f"{printable(path)} ({checked.width} x {checked.height}) is in the next question")
 
 
 def _questions(lines: Iterable[str]) -> Iterator[str]:
@@ -228,9 +293,10 @@ def _respond(
             f"dropped the {fitted.num_dropped} oldest turns: the conversation exceeds the "
             f"model's {limit} tokens"
         )
+    prompt = Prompt(0, fitted.token_ids, images=fitted.images)
     with (
         interruptible() as interrupted,
-        closing(engine.stream(Prompt(0, fitted.token_ids), sampling)) as pieces,
+        closing(engine.stream(prompt, sampling)) as pieces,
     ):
         text = _show(pieces, interrupted)
     if interrupted():
@@ -252,10 +318,12 @@ def fit_conversation(
     room = max_model_len - min(max_tokens, max_model_len // 2)
     questions = [number for number, turn in enumerate(turns) if turn.role == "user"]
     for first in questions:
-        token_ids = prompts.token_ids(turns[first:])
+        token_ids, images = prompts.render(turns[first:])
         is_last = first == questions[-1]
+        if len(images) > _MAX_IMAGES:
+            continue
         if len(token_ids) <= room or (is_last and len(token_ids) < max_model_len):
-            return FittedConversation(turns[first:], token_ids, first)
+            return FittedConversation(turns[first:], token_ids, first, images)
     return FittedConversation(turns, None, 0)
 
 

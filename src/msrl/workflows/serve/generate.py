@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import numpy as np
 
 from msrl.config.schema import Config, GenerateConfig
+from msrl.data.columns import is_empty
 from msrl.data.files.readers import read_batches
 from msrl.data.render import Renderer, with_system
 from msrl.data.rows.turns import read_turn, tools_text
@@ -32,6 +33,7 @@ from msrl.types import (
     Conversation,
     Ints,
     Message,
+    PlacedImage,
     Prompt,
     RolloutGroup,
     SamplingParams,
@@ -57,12 +59,14 @@ from msrl.workflows.serve.answers import (
     requires_ascii,
 )
 from msrl.workflows.serve.episodes import episode_settings, episode_summary, row_prompt
+from msrl.workflows.serve.images import ImagePrompts
 
 if TYPE_CHECKING:
     from msrl.checkpoint.source import WeightSource
 
 _MESSAGE = ("role", "content", "tool_calls", "reasoning_content")
 _ROLES = ("system", "user", "assistant", "tool")
+_IMAGES = ("images", "image")  # columns
 _BATCH = 512  # completions per engine call; between calls, progress is shown and rows are written
 _MAX_MISTAKES = 20
 
@@ -74,6 +78,7 @@ class Request:
     where: str
     row: Mapping[str, Any]
     token_ids: Ints  # [P]
+    images: tuple[PlacedImage, ...] = ()
 
 
 # Returns the output of a request.
@@ -131,13 +136,16 @@ def prepare(config: Config) -> GenerateSetup:
     if not section.raw and (warning := other_template(source.hf_dir, renderer)):
         print_note(warning)
     check_stops("generate.stop", section.stop, renderer.tokenizer)
-    requests = read_requests(section, renderer, has_environment=config.environment.is_on)
+    images = ImagePrompts.of(renderer)
+    has_environment = config.environment.is_on
+    requests = read_requests(section, renderer, images, has_environment=has_environment)
     limit = config.rollout.engine.max_model_len or source.shape.max_position_embeddings
     check_lengths(requests, limit, may_be_empty=config.environment.is_on)
     prompts = tuple(
-        row_prompt(number, request.row, request.token_ids)
+        replace(row_prompt(number, request.row, request.token_ids), images=request.images)
         for number, request in enumerate(requests)
     )
+    _refuse_images(config, requests)
     episodes = episode_settings(config, source.hf_dir, renderer, prompts)
     engine = engine_settings(
         config,
@@ -147,6 +155,7 @@ def prepare(config: Config) -> GenerateSetup:
         max_num_seqs=len(requests) * section.num_samples,
         random_weights=needs_weight_transfer(source, section.model, section.lora),
     )
+    engine = replace(engine, images=images.engine_images(prompts))
     check_engine(config, engine)
     return GenerateSetup(source, renderer, requests, engine, output, prompts, episodes)
 
@@ -158,25 +167,40 @@ def _longest_prompt(prompts: Sequence[Prompt], episodes: EpisodeSettings | None)
     return max(len(prompt.token_ids) for prompt in prompts)
 
 
+def _refuse_images(config: Config, requests: Sequence[Request]) -> None:
+    """Raise MsrlError if a row has images and an environment asks its question."""
+    where = next((request.where for request in requests if request.images), None)
+    if where is not None and config.environment.is_on:
+        raise MsrlError(
+            f"{where}: images: environments read no images in this version. Remove the images, or "
+            "the section environment."
+        )
+
+
 def read_requests(
-    section: GenerateConfig, renderer: Renderer, *, has_environment: bool = False
+    section: GenerateConfig,
+    renderer: Renderer,
+    images: ImagePrompts | None = None,
+    *,
+    has_environment: bool = False,
 ) -> list[Request]:
     """Return the prompt, or every row of the input, as token ids.
 
-    With an environment, a row without a prompt has no tokens.
+    With an environment, a row without a prompt has no tokens. `images` renders rows with images for
+    models that read them.
 
     Raises:
         MsrlError: There are no rows, or some are not prompts.
     """
     if (section.prompt is None) == (section.input is None):
         raise MsrlError("generate.prompt: exactly one of prompt and input file is required.")
-    rows = list(_input_rows(section))
+    rows, reader = list(_input_rows(section)), images or ImagePrompts(renderer)
 
     def make(where: str, row: Any) -> Request:
         if has_environment and isinstance(row, dict) and not {"prompt", "messages"} & {*row}:
             _check_columns(where, row)
             return Request(where, row, np.zeros(0, np.int64))
-        return _request(where, row, section, renderer)
+        return _request(where, row, section, reader)
 
     return _all_or_mistakes(rows, make)
 
@@ -225,22 +249,26 @@ def _refuse(mistakes: Sequence[str]) -> None:
         )
 
 
-def _request(where: str, row: Any, section: GenerateConfig, renderer: Renderer) -> Request:
+def _request(where: str, row: Any, section: GenerateConfig, images: ImagePrompts) -> Request:
     if not isinstance(row, dict):
         raise MsrlError(
             f"{where}: must be a JSON object with prompt or messages, not {type(row).__name__}."
         )
     _check_columns(where, row)
+    column = next((row[key] for key in _IMAGES if not is_empty(row.get(key))), None)
     if section.raw:
         text = row.get("prompt")
         if not isinstance(text, str):
             raise MsrlError(f"{where}: prompt: must be a text if generate.raw is set.")
-        return Request(where, row, raw_ids(renderer, text))
+        if column is not None:
+            raise MsrlError(f"{where}: images: not read if generate.raw is set. Remove them.")
+        return Request(where, row, raw_ids(images.renderer, text))
     conversation = with_system(
         Conversation(_messages(where, row), extra=_tools(where, row)), section.system
     )
+    folder = Path() if section.input is None else Path(section.input).parent
     with _add_location(where):
-        return Request(where, row, renderer.prompt(conversation))
+        return Request(where, row, *images.render(conversation, column, folder))
 
 
 @contextlib.contextmanager
@@ -308,14 +336,19 @@ def _messages(where: str, row: Mapping[str, Any]) -> tuple[Message, ...]:
 def _message(where: str, number: int, turn: Any) -> Message:
     """Return a message; tool calls and reasoning are merged into the text as in `preprocess`."""
     is_text = isinstance(turn, dict) and (
-        isinstance(turn.get("content"), str)
+        isinstance(turn.get("content"), str | list)
         or (turn.get("content") is None and turn.get("tool_calls"))
     )
     if not is_text or turn.get("role") not in _ROLES:
         raise MsrlError(
-            f"{where}: message {number} must have role ({', '.join(_ROLES)}) and content (a text)."
+            f"{where}: message {number} must have role ({', '.join(_ROLES)}) and content (a text, "
+            "or a list of parts)."
         )
-    return read_turn({key: turn.get(key) for key in _MESSAGE}, f"{where}: message {number}")[0]
+    location = f"{where}: message {number}"
+    messages = read_turn({key: turn.get(key) for key in _MESSAGE}, location)
+    if len(messages) != 1:
+        raise MsrlError(f"{location}: tool results belong into messages of role tool. Move them.")
+    return messages[0]
 
 
 def check_lengths(requests: Iterable[Request], limit: int, *, may_be_empty: bool = False) -> None:
