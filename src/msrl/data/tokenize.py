@@ -26,6 +26,7 @@ from msrl.data.images.load import (
     ImageSettings,
     Picture,
     cuts_image,
+    image_sources,
     load_images,
     place_images,
 )
@@ -253,17 +254,32 @@ def _with_images(
         MsrlError: an image cannot be used, a question marks one that the row does not have, or the
             model reads no images.
     """
-    if isinstance(item, PreferenceRow):
-        sides = tuple(_with_images(job, side, batch, rows) for side in item.conversations)
-        return replace(item, conversations=sides)
-    if any(message.images for message in item.messages):
+    if not isinstance(item, PreferenceRow):
+        return _loaded(job, item, batch, rows)
+    sides: list[Conversation] = []
+    for side in item.conversations:  # the sides of a pair have the images of their prompt
+        sources = image_sources(side)
+        same = next((other for other in sides if sources and image_sources(other) == sources), None)
+        if same is None:
+            sides.append(_loaded(job, side, batch, rows))
+        else:
+            sides.append(replace(side, images=same.images))
+    return replace(item, conversations=tuple(sides))
+
+
+def _loaded(
+    job: TokenizeSettings, conversation: Conversation, batch: RowBatch, rows: _Converted
+) -> Conversation:
+    """Return a conversation with its images."""
+    if any(message.images for message in conversation.messages):
         if job.image_settings is None:
             raise MsrlError(f"images: {job.no_images}")
         folder = Path(batch.path).parent
-        return load_images(item, job.image_settings, folder, rows.pictures, rows.image_files)
+        files = rows.image_files
+        return load_images(conversation, job.image_settings, folder, rows.pictures, files)
     if job.image_settings is not None:
-        refuse_marks(item)
-    return item
+        refuse_marks(conversation)
+    return conversation
 
 
 def _bad_row(batch: RowBatch, offset: int, message: str) -> BadRow:

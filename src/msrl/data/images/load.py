@@ -6,7 +6,7 @@ import hashlib
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -89,7 +89,7 @@ def load_images(
     Raises:
         MsrlError: An image cannot be used, or there are too many.
     """
-    sources = [source for message in conversation.messages for source in message.images]
+    sources = image_sources(conversation)
     if not sources:
         return conversation
     if settings.max_images is not None and len(sources) > settings.max_images:
@@ -116,6 +116,11 @@ def load_images(
             state = FileState(len(file.data), file.modified_ns, image.key)
             paths[str(file.path.absolute())] = state
     return replace(conversation, images=images)
+
+
+def image_sources(conversation: Conversation) -> list[Any]:
+    """Return the sources of the images of all messages, in order."""
+    return [source for message in conversation.messages for source in message.images]
 
 
 def changed_file(states: Mapping[str, FileState]) -> str | None:
