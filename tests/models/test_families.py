@@ -252,7 +252,6 @@ def _convert(**values: object) -> None:
 @pytest.mark.parametrize(
     ("name", "prefix"),
     [
-        pytest.param("qwen3.5, language model", "model.visual.", marks=pytest.mark.full),
         pytest.param("mistral 3, language model", "vision_tower.", marks=pytest.mark.full),
     ],
 )

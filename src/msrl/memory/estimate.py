@@ -137,7 +137,7 @@ class Memory:
             "temporary memory of the backward pass": (
                 self.working if self.working > self.logits else 0
             ),
-            "log-probabilities without gradients": self.forward if is_forward_peak else 0,
+            "passes without gradients": self.forward if is_forward_peak else 0,
             "engine's weights": self.engine_weights,
             "engine's KV cache": self.kv_cache,
             **{f"{role} on separate devices": size for role, size in self.separate.items()},

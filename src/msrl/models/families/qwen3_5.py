@@ -1,9 +1,8 @@
 """Qwen3.5, dense and mixtures of experts, and later models of these classes.
 
 The network of `qwen3_next.py` (transformers' `Qwen3_5ForCausalLM`, `Qwen3_5MoeForCausalLM`), also
-as the language model of a vision-language model. Only the language model is trained, on text.
-Conversions and training runs copy the vision tower and the layers for multi-token prediction
-unchanged.
+as the language model of a vision-language model, with the vision tower of Qwen3-VL without deeper
+features. Conversions and training runs copy the layers for multi-token prediction unchanged.
 """
 
 from __future__ import annotations
@@ -19,6 +18,7 @@ from msrl.models.mixture import aux_loss_coef, layer_experts
 from msrl.models.multimodal import language_config, with_sections
 from msrl.models.rules import Rules
 from msrl.models.shape import Moe, Shape
+from msrl.models.vision.tower import Vision, read_vision
 
 _NESTED = ("Qwen3_5ForConditionalGeneration", "Qwen3_5MoeForConditionalGeneration")
 ARCHITECTURES = ("Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM", *_NESTED)
@@ -57,8 +57,15 @@ def shape(config: HfConfig) -> Shape:
     return replace(
         with_attention(decoder, output_gate=True),
         zero_centered_norm=True,
-        pass_through=("mtp.", "model.visual.") if is_nested else ("mtp.",),
-        may_lack_pass_through=not is_nested,
+        pass_through=("mtp.",),
+        may_lack_pass_through=True,
+        vision=_vision(config, decoder.hidden_size) if is_nested else None,
+    )
+
+
+def _vision(config: HfConfig, hidden_size: int) -> Vision:
+    return read_vision(
+        config, "qwen3", "model.visual.", hidden_size, first_token=248053, has_deepstack=False
     )
 
 

@@ -13,8 +13,6 @@ from typing import Any, Literal, cast
 
 from msrl.models.hf_config import MAX_LAYERS, HfConfig
 
-_IMAGE_TOKEN, _VIDEO_TOKEN, _START, _END = 151655, 151656, 151652, 151653
-
 Kind = Literal["qwen2", "qwen2_5", "qwen3"]
 _ACTIVATIONS = {"qwen2": "quick_gelu", "qwen2_5": "silu", "qwen3": "gelu_pytorch_tanh"}
 
@@ -66,10 +64,19 @@ class Vision:
         return self.hidden_size * self.merge_size**2
 
 
-def read_vision(config: HfConfig, kind: Kind, prefix: str, out_hidden_size: int) -> Vision:
+def read_vision(
+    config: HfConfig,
+    kind: Kind,
+    prefix: str,
+    out_hidden_size: int,
+    *,
+    first_token: int = 151652,
+    has_deepstack: bool = True,
+) -> Vision:
     """Return the tower of a vision-language model, whose language model has `out_hidden_size`.
 
-    Absent keys have the defaults of transformers' config classes.
+    Absent keys have the defaults of transformers' config classes. `first_token` is the one of
+    `vision_start_token_id`. Without `has_deepstack`, a tower of qwen3 has no such layers.
 
     Raises:
         MsrlError: A value is invalid or not supported.
@@ -94,10 +101,10 @@ def read_vision(config: HfConfig, kind: Kind, prefix: str, out_hidden_size: int)
         in_channels=tower.count("in_channels", 3),
         out_hidden_size=tower.count("hidden_size" if kind == "qwen2" else "out_hidden_size", 3584),
         rope_theta=_rope_theta(tower),
-        image_token_id=_token(config, "image_token_id", _IMAGE_TOKEN),
-        video_token_id=_token(config, "video_token_id", _VIDEO_TOKEN),
-        vision_start_token_id=_token(config, "vision_start_token_id", _START),
-        vision_end_token_id=_token(config, "vision_end_token_id", _END),
+        vision_start_token_id=_token(config, "vision_start_token_id", first_token),
+        vision_end_token_id=_token(config, "vision_end_token_id", first_token + 1),
+        image_token_id=_token(config, "image_token_id", first_token + 3),
+        video_token_id=_token(config, "video_token_id", first_token + 4),
     )
     _check_sizes(tower, vision, size_key, out_hidden_size)
     if kind == "qwen2_5":
@@ -108,6 +115,9 @@ def read_vision(config: HfConfig, kind: Kind, prefix: str, out_hidden_size: int)
         return replace(vision, window=window, full_layers=full)
     if kind == "qwen3":
         positions = tower.count("num_position_embeddings", 2304)
+        if not has_deepstack:
+            tower.refuse("deepstack_visual_indexes", [])
+            return replace(vision, num_positions=positions)
         deepstack = _layers(tower, "deepstack_visual_indexes", (8, 16, 24), vision.depth)
         return replace(vision, num_positions=positions, deepstack=deepstack)
     return vision
