@@ -8,7 +8,7 @@ token ids int64, log-probabilities and rewards float32, masks bool.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple, TypedDict, TypeVar
 
 import numpy as np
@@ -215,6 +215,11 @@ class Prompt:
     images: tuple[PlacedImage, ...] = ()
 
 
+def without_images(prompt: Prompt) -> Prompt:
+    """Return a prompt without its images, for a reader that has them."""
+    return replace(prompt, images=())
+
+
 FinishReason = Literal["stop", "length", "turns", "time", "fault"]
 """End of a response or an episode.
 
@@ -237,11 +242,13 @@ class TokenSequence:
     """Sequence of tokens in which the policy sampled some.
 
     `routes` are the experts that the engine chose. The last token was sampled, but not read.
+    `images` are those of the prompt.
     """
 
     token_ids: Ints  # [T]
     is_sampled: Bools  # [T]
     routes: Routes | None = None  # [T - 1, L, k]
+    images: tuple[PlacedImage, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -146,7 +146,7 @@ def token_sequences(prompt: Prompt, completion: Completion) -> tuple[TokenSequen
         return completion.episode.sequences
     token_ids = np.concatenate((prompt.token_ids, completion.token_ids))
     is_sampled = np.arange(len(token_ids)) >= len(prompt.token_ids)
-    return (TokenSequence(token_ids, is_sampled, completion.routes),)
+    return (TokenSequence(token_ids, is_sampled, completion.routes, prompt.images),)
 
 
 def _sequences(rows: Sequence[TokenSequence], completions: Sequence[Completion]) -> Sequences:
@@ -154,7 +154,8 @@ def _sequences(rows: Sequence[TokenSequence], completions: Sequence[Completion])
     masks = tuple(row.is_sampled for row in rows)
     logprobs = np.concatenate([completion.logprobs for completion in completions])
     fields = {"sampler_logprobs": scatter_tokens(logprobs, masks)}
-    return Sequences(tuple(row.token_ids for row in rows), masks, fields, _routes(rows))
+    token_ids, images = tuple(row.token_ids for row in rows), tuple(row.images for row in rows)
+    return Sequences(token_ids, masks, fields, _routes(rows), images if any(images) else None)
 
 
 def _routes(rows: Sequence[TokenSequence]) -> tuple[Routes, ...] | None:

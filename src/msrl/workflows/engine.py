@@ -22,10 +22,11 @@ from msrl.errors import MsrlError, RunFailedError
 from msrl.models.families import all_rules
 from msrl.models.hf_config import end_tokens
 from msrl.processes import trees
-from msrl.rollout.engine import EngineSettings
+from msrl.rollout.engine import EngineImages, EngineSettings
 from msrl.rollout.engine_limits import check_limits
 from msrl.temporary import ProcessRecord, is_running
 from msrl.types import Conversation, Ints, Message, SamplingParams
+from msrl.vision.settings import from_json
 from msrl.workflows.training.integrity import verify_models
 from msrl.workflows.training.preflight import planned_platform
 
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from msrl.checkpoint.source import WeightSource
+    from msrl.plan.run_plan import RunPlan
     from msrl.platforms.base import Platform
     from msrl.rollout.vllm import VllmEngine
 
@@ -66,6 +68,22 @@ def engine_settings(
         random_weights=random_weights,
         verbose=bool(os.environ.get("MSRL_VERBOSE")),
     )
+
+
+def data_images(plan: RunPlan) -> EngineImages | None:
+    """Return the limits of an engine for the images of a run's data; None without images.
+
+    Each picture has the size of its data; the limits are those of the data with the largest ones.
+    """
+    manifests = [dataset.manifest for dataset in plan.datasets.values()]
+    visions = [from_json(each.vision) for each in manifests if each is not None and each.vision]
+    if not visions:
+        return None
+    largest = max(visions, key=lambda vision: vision.max_pixels)
+    smallest = min(vision.min_pixels // vision.factor**2 for vision in visions)
+    # Two more tokens enclose the tokens of a picture.
+    longest = max(each.max_tokens for each in manifests if each is not None)
+    return EngineImages(max(1, longest // (max(smallest, 1) + 2)), largest)
 
 
 def check_engine(config: Config, settings: EngineSettings) -> None:

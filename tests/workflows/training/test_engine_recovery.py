@@ -12,7 +12,7 @@ import pytest
 
 from fake_workers import FakeWorkers
 from msrl.cluster.waiting import Watch, WorkerError
-from msrl.types import Prompt, SamplingParams
+from msrl.types import Prompt, RolloutGroup, SamplingParams, without_images
 from msrl.workflows.rl.engine_group import EngineGroup
 from msrl.workflows.training.restarts import Restarts
 from msrl.workflows.training.transport.base import Calls
@@ -48,11 +48,15 @@ class DyingEngines(FakeWorkers):
             lost = self._deaths.get((method, self._counts[method]))
             if lost is not None:
                 raise WorkerError(f"{lost[0]} failed: it died", lost)
-        return [_indices(own) for method, own in calls.references.values() if method == "generate"]
+        return [_groups(own) for method, own in calls.references.values() if method == "generate"]
 
 
-def _indices(arguments: Sequence[Any]) -> list[int]:
-    return [prompt.index for prompt in arguments[0]]
+def _groups(arguments: Sequence[Any]) -> list[RolloutGroup]:
+    return [RolloutGroup(without_images(prompt), ()) for prompt in arguments[0]]
+
+
+def _indices(groups: Sequence[RolloutGroup]) -> list[int]:
+    return [group.prompt.index for group in groups]
 
 
 def prompts(*indices: int) -> list[Prompt]:
@@ -79,9 +83,9 @@ RELOAD = ["offload 01", "weights of the ranks", "onload 01", "load_weights 01"]
 def test_a_loss_repeats_all_generations_since_the_weights_were_loaded_in_order():
     engines, workers = make_group({("generate", 3): ["rollout engine 1"]})
     engines.load_with(lambda: workers.call("load_weights"))
-    assert engines.generate(prompts(1, 2), SAMPLING, 0) == (1, 2)
-    assert engines.generate(prompts(3), SAMPLING, 0) == (3,)
-    assert engines.generate(prompts(4, 5), SAMPLING, 0) == (4, 5)
+    assert _indices(engines.generate(prompts(1, 2), SAMPLING, 0)) == [1, 2]
+    assert _indices(engines.generate(prompts(3), SAMPLING, 0)) == [3]
+    assert _indices(engines.generate(prompts(4, 5), SAMPLING, 0)) == [4, 5]
     repeated = ["generate 01 1 2", "generate 1 3", "generate 01 4 5"]
     before = ["load_weights 01", *repeated]
     assert workers.calls == [*before, "restart 1", "start 1", *RELOAD, *repeated]

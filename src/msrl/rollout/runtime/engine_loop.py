@@ -26,6 +26,7 @@ from msrl.types import (
     Routes,
     SamplingParams,
     VersionRun,
+    without_images,
 )
 
 
@@ -503,7 +504,8 @@ class EngineLoop:
             del self._groups[key]
             with self._condition:
                 if key in self._keys:  # not aborted meanwhile
-                    self._finished[key] = RolloutGroup(group.request.prompt, finished)
+                    prompt = without_images(group.request.prompt)  # the caller has them
+                    self._finished[key] = RolloutGroup(prompt, finished)
                 self._condition.notify_all()
 
     def _count(self, **increments: float) -> None:

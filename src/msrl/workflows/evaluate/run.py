@@ -39,6 +39,7 @@ from msrl.tracking.progress import duration_text, progress
 from msrl.types import Prompt, RolloutGroup, SamplingParams
 from msrl.workflows.engine import (
     check_engine,
+    data_images,
     engine_settings,
     hf_weights,
     running_engine,
@@ -371,7 +372,7 @@ def _engine_settings(
         max_num_seqs=num_prompts * sampling.num_samples,
         random_weights=True,
     )
-    return replace(settings, tokenizer_dir=plan.tokenizer_dir)
+    return replace(settings, tokenizer_dir=plan.tokenizer_dir, images=data_images(plan))
 
 
 def _evaluate(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 import numpy as np
@@ -153,7 +153,7 @@ class EngineGroup:
         )
         groups = itertools.chain.from_iterable(results)
         by_index = dict(zip(itertools.chain.from_iterable(shares.values()), groups, strict=True))
-        return tuple(by_index[i] for i in range(len(prompts)))
+        return tuple(replace(by_index[i], prompt=prompt) for i, prompt in enumerate(prompts))
 
     def _complete(self, call: Callable[[], _T]) -> _T:
         """Make a call of all engines until no engine is lost in it."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from msrl.environments.pool import EnvironmentPool
@@ -18,7 +19,7 @@ from msrl.rollout.runtime.episode_sampler import EpisodeSampler
 from msrl.rollout.weights.channel import machine_id
 from msrl.rollout.weights.digest import Digests, TensorDigest, record_digests
 from msrl.rollout.weights.verification import check_digests
-from msrl.types import Prompt, RolloutGroup, SamplingParams
+from msrl.types import Prompt, RolloutGroup, SamplingParams, without_images
 from msrl.workflows.rl.weight_offer import WeightOffer, offered_buckets, received_tensors
 
 if TYPE_CHECKING:
@@ -74,9 +75,10 @@ class RolloutActor:
     def generate(
         self, prompts: Sequence[Prompt], sampling: SamplingParams, policy_version: int
     ) -> tuple[RolloutGroup, ...]:
-        """Return a group of completions per prompt."""
+        """Return a group of completions per prompt, without the images that the caller has."""
         sampler = self._sampler() or self._engine
-        return sampler.generate(prompts, sampling, policy_version)
+        groups = sampler.generate(prompts, sampling, policy_version)
+        return tuple(replace(group, prompt=without_images(group.prompt)) for group in groups)
 
     def offload(self, discard_weights: bool) -> None:
         """Release the device's memory, if the platform can and the engine holds it."""

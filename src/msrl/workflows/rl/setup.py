@@ -19,7 +19,7 @@ from msrl.data.order import BlendOrder, RowOrder
 from msrl.data.tokenizer import TextTokenizer, open_tokenizer
 from msrl.errors import MsrlError
 from msrl.limits import print_note
-from msrl.plan.derived import updates_per_step
+from msrl.plan.derived import needs_critic, updates_per_step
 from msrl.plan.run_plan import RunPlan
 from msrl.platforms import resolve
 from msrl.platforms.base import Platform
@@ -30,7 +30,7 @@ from msrl.rollout.engine_limits import check_limits
 from msrl.rollout.episodes.settings import EpisodeSettings
 from msrl.trainer.checkpointing.resume import SavedTraining
 from msrl.types import Prompt, SamplingParams
-from msrl.workflows.engine import engine_settings
+from msrl.workflows.engine import data_images, engine_settings
 from msrl.workflows.episodes.setup import check_environment_names, episode_settings
 from msrl.workflows.rl.distillation import check_tags
 from msrl.workflows.training import resume_checks
@@ -99,6 +99,7 @@ def prepare(plan: RunPlan, platform: Platform | None = None) -> RLSetup:
     check_stops("eval.sampling.stop", config.eval.sampling.stop or (), tokenizer)
     check_teacher_tokenizers(plan)
     check_reference_tokenizer(plan)
+    _refuse_images(plan)
     prompts = _training_prompts(plan, tokenizer)
     check_tags(
         config.algo.distill.teachers,
@@ -133,6 +134,28 @@ def prepare(plan: RunPlan, platform: Platform | None = None) -> RLSetup:
     )
 
 
+def _refuse_images(plan: RunPlan) -> None:
+    """Raise MsrlError if the data has images that a part of the run does not read."""
+    if data_images(plan) is None:
+        return
+    config = plan.config
+    readers = {
+        "environment": (config.environment.is_on, "environments read no images"),
+        "algo.distill.teachers": (config.algo.distill.teachers, "teachers read no images"),
+        "algo.advantage.estimator": (needs_critic(config), "the critic reads no images"),
+        "train.router.replay=engine": (
+            config.train.router.replay == "engine",
+            "routes of prompts with images are not recorded",
+        ),
+    }
+    for key, (is_on, reason) in readers.items():
+        if is_on:
+            raise MsrlError(
+                f"{key}: the data has images, and {reason} in this version. Remove the key or the "
+                "images."
+            )
+
+
 def rollout_engine_settings(plan: RunPlan) -> EngineSettings:
     """Return the settings of an engine of the rollout.
 
@@ -156,6 +179,7 @@ def rollout_engine_settings(plan: RunPlan) -> EngineSettings:
         is_stepped=rollout.asynchronous.is_on,
         records_routes=plan.train.router.replay == "engine",
         weight_backend=transfer if transfer in DEVICE_TRANSFERS else None,
+        images=data_images(plan),
     )
 
 

@@ -403,10 +403,13 @@ class AsyncRollouts:
         return requests, aborted
 
     def _receive(self, key: str, group: RolloutGroup) -> None:
-        if self._direct_requests.pop(key, None) is not None:
-            self._direct_results[key] = group
+        request = self._direct_requests.pop(key, None)
+        if request is not None:
+            self._direct_results[key] = replace(group, prompt=request.prompt)
             return
         ticket = self._tickets.pop(key, None)
+        if ticket is not None:
+            group = replace(group, prompt=self._prompts.find(ticket.number))  # with its images
         sampled = group.completions[: self._job.sampling.num_samples]
         oldest = min(completion.policy_version for completion in sampled)
         if ticket is not None and self._buffer.add_generated(ticket, oldest):

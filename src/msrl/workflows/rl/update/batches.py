@@ -77,7 +77,7 @@ def prepared_step(
         **_completion_fields(arrays, config.algo),
     }
     routes = arrays.sequences.routes if values.routes is None else values.routes
-    sequences = Sequences(arrays.sequences.token_ids, masks, fields, routes)
+    sequences = arrays.sequences._replace(loss_masks=masks, fields=fields, routes=routes)
     critic = None
     if values.critic is not None and advantages.returns is not None:
         critic = sequences._replace(

@@ -1,0 +1,97 @@
+"""Prompts with pictures in train-grpo: what a step carries to the ranks, and refusals."""
+
+from __future__ import annotations
+
+import base64
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import vision_models
+from msrl.algorithms.rollout_arrays import rollout_arrays
+from msrl.config.schema import Config
+from msrl.data.dataset import PromptDataset
+from msrl.errors import MsrlError
+from msrl.plan.run_plan import resolve
+from msrl.types import Completion, Reward, RolloutGroup, ScoredGroup
+from msrl.workflows.preprocess import run as preprocess
+from msrl.workflows.rl import setup
+from support import mentions
+from vision_folders import encoded, picture
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder with a model, and prompts of which every second one has a picture."""
+    folder = tmp_path_factory.mktemp("grpo")
+    model = vision_models.save_model(folder / "model", "qwen2.5-vl")
+    rows: list[dict[str, Any]] = []
+    for number in range(8):
+        data = base64.b64encode(encoded(picture(84, 56 + 28 * number, number))).decode()
+        row = {"instruction": "<image>what?", "images": [f"data:image/png;base64,{data}"]}
+        rows.append({**(row if number % 2 else {"instruction": "why?"}), "output": "a"})
+    file = folder / "rows.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    keys = {
+        "input": [str(file)], "tokenizer": str(model), "handler": "r1", "template": "native",
+        "output_prefix": str(folder / "data"),
+    }  # fmt: skip
+    preprocess(Config.model_validate({"preprocess": keys}, strict=False))
+    return folder
+
+
+def _settings(inputs: Path, **sections: Any) -> dict[str, Any]:
+    return {
+        "run": {"name": "images", "dir": str(inputs / "runs"), "seed": 5},
+        "model": {"path": str(inputs / "model"), "dtype": "float32"},
+        "data": {"train": str(inputs / "data")},
+        "cluster": {"platform": "cpu", "rpc_timeout_s": 600.0},
+        "rollout": {
+            "prompts_per_step": 4,
+            "samples_per_prompt": 2,
+            "max_prompt_tokens": 160,
+            "max_response_tokens": 6,
+            "engine": {"max_num_seqs": 8},
+        },
+        "reward": {"sources": [{"verifier": "strict_format"}]},
+        "train": {
+            "steps": 2,
+            "micro_batch": 4,
+            "optimizer": {"lr": 1e-3},
+            "vision": {"tower_lr": 1e-3},
+        },
+        "algo": {"kl": {"loss": {"coef": 0.1}}},
+        **sections,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("sections", "key"),
+    [
+        ({"environment": {"name": "single_turn"}}, "environment"),
+        ({"algo": {"advantage": {"estimator": "gae"}}}, "algo.advantage.estimator"),
+    ],
+)
+def test_parts_of_a_run_that_read_no_images_are_refused(
+    inputs: Path, sections: dict[str, Any], key: str
+) -> None:
+    config = Config.model_validate(_settings(inputs, **sections), strict=False)
+    with pytest.raises(MsrlError, match=mentions(key, "images")):
+        setup.prepare(resolve(config, "train-grpo"))
+
+
+def test_the_sequences_of_a_step_have_the_pictures_of_their_prompts(inputs: Path) -> None:
+    prompts = [PromptDataset(str(inputs / "data"))[number] for number in range(2)]
+    completion = Completion(np.array([9, 2]), np.zeros(2, np.float32), "stop", 0, "")
+    groups = [
+        ScoredGroup(RolloutGroup(prompt, (completion,) * 2), (Reward(1.0, {}), Reward(0.0, {})))
+        for prompt in prompts
+    ]
+    sequences = rollout_arrays(groups).sequences
+    assert sequences.images is not None
+    assert [len(images) for images in sequences.images] == [0, 0, 1, 1]
+    assert sequences.images[2] == prompts[1].images
+    assert rollout_arrays(groups[:1]).sequences.images is None
