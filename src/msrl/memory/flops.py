@@ -42,7 +42,7 @@ def tower_flops(
     """Return the operations of a vision tower over pictures of these grids.
 
     Without training there is only a forward pass. A trained tower has the gradients of inputs and
-    weights, the patches excluded; a trained projector behind a frozen tower only those of weights.
+    weights, the patches excluded; a trained projector of a frozen tower only those of weights.
     """
     patches = sum(rows * columns for _, rows, columns in grids)
     features = patches // vision.merge_size**2
