@@ -276,7 +276,7 @@ SAME_NAMES = {
     "ReplicaSettings": "sections of one replica, which is not always the policy",
     "SamplingParams": "numbers of one request",
     "Schedule": "numbers of a formula, which checkpoints store",
-    "ServerSettings": "what the process of the server receives",
+    "ServerSettings": "what the process of serve receives",
     "Spread": "sizes of one device",
 }
 
