@@ -234,9 +234,9 @@ def check_vision(resolved: Resolved, plan: RunPlan) -> Iterator[str]:
             )
         elif plan.is_reward_model or plan.trains_steps:
             yield resolved.mistake(key, "is not supported for reward models. Remove it.")
-        elif plan.has_rollouts:
+        elif plan.command == "train-distill":
             yield resolved.mistake(
-                key, f"has no effect yet, because {plan.command} reads no images. Remove it."
+                key, "has no effect, because train-distill reads no images. Remove it."
             )
 
 

@@ -51,12 +51,15 @@ def _image_limit(settings: EngineSettings) -> dict[str, int] | None:
 def _normalizes_on_device(settings: EngineSettings) -> bool | None:
     """Return False if vLLM must not normalize pixels, None for its default.
 
-    It reads mean and deviation from the processor's file and has no defaults for them.
+    It reads mean and deviation from the processor's file and has no defaults for them. Its random
+    weights replace them too, and no weight update restores them.
     """
     is_known = "mm_device_do_normalize" in (engine_argument_names() or ())
     if settings.images is None or not is_known:
         return None
-    return None if names_normalization(settings.model_dir) else False
+    if settings.random_weights or not names_normalization(settings.model_dir):
+        return False
+    return None
 
 
 def _batch_of_image(settings: EngineSettings, shape: Shape, platform: Platform) -> int | None:

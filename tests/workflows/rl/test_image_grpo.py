@@ -1,4 +1,4 @@
-"""Prompts with pictures in train-grpo: what a step carries to the ranks, and refusals."""
+"""Prompts with pictures in train-grpo: sequences of a step, a run and refusals."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from msrl.types import Completion, Reward, RolloutGroup, ScoredGroup
 from msrl.workflows.preprocess import run as preprocess
 from msrl.workflows.rl import setup
 from support import mentions
+from training_runs import metrics, run_training
 from vision_folders import encoded, picture
 
 
@@ -66,6 +67,15 @@ def _settings(inputs: Path, **sections: Any) -> dict[str, Any]:
         "algo": {"kl": {"loss": {"coef": 0.1}}},
         **sections,
     }  # fmt: skip
+
+
+@pytest.mark.slow
+def test_engine_and_ranks_agree_on_pictures_before_and_after_an_update(inputs: Path) -> None:
+    """A trained tower reaches the engine: else the second step would have a gap."""
+    name = {"name": "picture-run", "dir": str(inputs / "runs"), "seed": 5}
+    run = run_training(inputs, _settings(inputs, run=name))
+    first, second = metrics(run)
+    assert first["rollout/logprob_gap"] < 1e-5 and second["rollout/logprob_gap"] < 1e-5
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from msrl.vision.settings import from_json, read_vision_settings
 from msrl.workflows.training.integrity import SHOWN_BYTES
 
 # Commands that read the images of data
-_READS_IMAGES = frozenset({"train-sft", "train-dpo"})
+_READS_IMAGES = frozenset({"train-sft", "train-dpo", "train-grpo"})
 _FREE_IMAGE_SETTINGS = ("min_pixels", "max_pixels")
 
 
