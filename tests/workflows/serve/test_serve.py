@@ -49,7 +49,6 @@ from training_runs import (
     files_in,
     make_tmp,
     shared_memory,
-    still_running,
     wait_for_end,
 )
 
@@ -547,7 +546,8 @@ def test_a_served_checkpoint_answers_like_the_model_with_the_template_of_trainin
     server.command.process.send_signal(signal.SIGTERM)
     assert server.command.wait() == 130
     assert KEY not in server.command.output() and "Traceback" not in server.command.output()
-    assert not still_running(pids) and not [path for path in segments if path.exists()]
+    wait_for_end(pids)
+    assert not [path for path in segments if path.exists()]
     assert files_in(server.tmp) == []
 
 
@@ -564,7 +564,8 @@ def test_a_second_start_reuses_the_conversion_calls_tools_and_kills_leave_nothin
     assert first.command.wait() == 1
     assert_mentions(first.command.output(), "engine", "killed", "same command")
     assert "Traceback" not in first.command.output()
-    assert not still_running(started) and not [path for path in segments if path.exists()]
+    wait_for_end(started)
+    assert not [path for path in segments if path.exists()]
     assert files_in(first.tmp) == []
     second = Server(tmp_path / "second", str(mcore), "--template", "qwen", *cache)
     assert "Converted" in first.command.output() and "Converted" not in second.command.output()
