@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 import pytest
 
@@ -78,7 +79,7 @@ def test_the_users_variables_take_precedence(tmp_path):
 )
 def test_an_engine_that_sleeps_gets_no_expandable_segments(monkeypatch, capsys, inherited, used):
     monkeypatch.setattr(os, "environ", {"PYTORCH_NPU_ALLOC_CONF": inherited})
-    _prepare_environment(NPU, EngineSettings("model", EngineConfig()))
+    _prepare_environment(NPU, EngineSettings(Path("model"), EngineConfig()))
     assert os.environ.get("PYTORCH_NPU_ALLOC_CONF", "") == used
     # vllm-ascend 0.23 appends to an empty value, and torch_npu cannot parse the result.
     assert used or "PYTORCH_NPU_ALLOC_CONF" not in os.environ
@@ -94,7 +95,7 @@ def test_ranks_keep_expandable_segments():
 def test_an_engine_loads_weights_in_the_plain_layout_and_captures_graphs(monkeypatch, capsys):
     variables = {"VLLM_ASCEND_ENABLE_NZ": "1", "TASK_QUEUE_ENABLE": "2"}
     monkeypatch.setattr(os, "environ", dict(variables))
-    _prepare_environment(NPU, EngineSettings("model", EngineConfig()))
+    _prepare_environment(NPU, EngineSettings(Path("model"), EngineConfig()))
     assert os.environ["VLLM_ASCEND_ENABLE_NZ"] == "0" and os.environ["TASK_QUEUE_ENABLE"] == "1"
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == 2 and all(f"{k}={v}" in "\n".join(lines) for k, v in variables.items())

@@ -269,7 +269,7 @@ def _engine(settings: EngineSettings, calls: list[tuple[str, Any]]) -> VllmEngin
     engine._shape, engine.max_model_len = load_shape(settings.model_dir), 32
     engine._memory, engine._control = EngineMemory(llm, 1), {}
     engine._routed = RoutedRequests(engine.call_workers)
-    engine._checks_addresses = False
+    engine._checks_addresses, engine._images = False, None
     return engine
 
 

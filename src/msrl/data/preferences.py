@@ -47,7 +47,7 @@ def fit(
     is_long = limit is not None and any(len(side.token_ids) > limit for side in sides)
     if is_long and not must_truncate:
         return "too_long"
-    if is_long:
+    if limit is not None and is_long:
         sides = tuple(side.truncate(limit) for side in sides)  # images precede the answer
     if len(sides) == 2 and _prompt(sides[0], starts[0]) != _prompt(sides[1], starts[1]):
         return "different_prompts"
@@ -101,11 +101,6 @@ class PreferenceDataset:
         self.has_images = self.images is not None
 
     @property
-    def has_images(self) -> bool:
-        """True if rows have images."""
-        return any(dataset.has_images for dataset in self._datasets)
-
-    @property
     def prefixes(self) -> tuple[str, ...]:
         return (self.prefix,)
 
@@ -152,6 +147,7 @@ class PreferenceMixture:
     def __init__(self, datasets: Sequence[PreferenceDataset]) -> None:
         self._datasets = tuple(datasets)
         self._ends = list(accumulate(len(dataset) for dataset in datasets))
+        self.has_images = any(dataset.has_images for dataset in datasets)
 
     @property
     def prefixes(self) -> tuple[str, ...]:

@@ -104,7 +104,7 @@ def _listed(config: HfConfig, key: str, count: int) -> tuple[str, ...]:
     """Return the kind of each layer that a key lists, as names or as a text of F and S."""
     value: Any = config.values[key]
     is_text = isinstance(value, str) and key == "index_topk_pattern"
-    listed = cast("list[object]", list(value)) if is_text or isinstance(value, list) else []
+    listed = [*cast("Any", value)] if is_text or isinstance(value, list) else []
     kinds = tuple(_KINDS.get(kind, kind) if is_text else kind for kind in map(str, listed))
     if len(kinds) != count or not all(kind in _KINDS.values() for kind in kinds):
         config.fail(key, f"must say full or shared for each of the {count} layers")

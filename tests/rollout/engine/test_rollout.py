@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -26,7 +26,7 @@ from msrl.rollout.engine import (
     sample_seeds,
 )
 from msrl.rollout.vllm import VllmEngine
-from msrl.types import Prompt, SamplingParams
+from msrl.types import Prompt, RolloutGroup, SamplingParams
 from msrl.workflows.rl.engine_group import EngineGroup, engine_shares
 from msrl.workflows.training.restarts import Restarts
 from msrl.workflows.training.transport.base import Calls
@@ -77,7 +77,7 @@ def test_engines_share_prompts_evenly_in_contiguous_ranges():
 
 
 class EchoEngines(FakeWorkers):
-    """Two stand-ins for engines that return the prompts that they receive."""
+    """Two stand-ins for engines that return their number with the prompts that they receive."""
 
     def __init__(self) -> None:
         super().__init__(2)
@@ -90,7 +90,7 @@ class EchoEngines(FakeWorkers):
 
     def wait(self, calls: Calls) -> list[Any]:
         return [
-            [(engine, prompt.index) for prompt in prompts]
+            [RolloutGroup(prompt, cast("Any", (engine,))) for prompt in prompts]
             for engine, prompts in calls.references.items()
         ]
 
@@ -105,7 +105,8 @@ def test_completions_are_in_the_order_of_the_prompts_and_idle_engines_get_no_cal
     prompts = [prompt(index, 1) for index in indices]
     engine_group = EngineGroup(workers, Restarts(0, print, 0))
     completions = engine_group.generate(prompts, SamplingParams(max_tokens=1), 0)
-    assert completions == tuple(zip(engines, indices, strict=True))
+    found = [(*group.completions, group.prompt.index) for group in completions]
+    assert found == [*zip(engines, indices, strict=True)]
     assert workers.engines == sorted(set(engines))
 
 

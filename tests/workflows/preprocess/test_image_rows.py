@@ -599,9 +599,7 @@ def test_cached_rows_are_written_again_when_an_image_changes(
 def test_a_training_refuses_images_of_another_processor(pictures: Path, trained: Path):
     manifest = preprocess(pictures, trained, [FORMS["ms-swift"]], max_pixels=9000)
     run = plan(trained, pictures / "x")
-    with pytest.raises(MsrlError) as error:
-        check_data(manifest, run, str(pictures / "x"))
-    assert mentions(error.value, "images", "train-sft")
+    check_data(manifest, run, str(pictures / "x"))  # other limits of pixels are no difference
     (trained / "preprocessor_config.json").write_text(
         json.dumps({**PROCESSOR, "image_mean": [0.5, 0.5, 0.5]})
     )

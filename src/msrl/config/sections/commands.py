@@ -367,7 +367,7 @@ class ServeConfig(Section):
     image_hosts: tuple[Text, ...] = Field(
         default=(),
         description="Hosts from which the server may download the images of requests. Default: "
-        "none; requests contain their images as data URLs.",
+        "none. Requests contain their images as data URLs.",
     )
 
 

@@ -49,7 +49,7 @@ class ImageWriter:
         self.paths = image_paths(str(folder / name), is_linked=is_linked)
         *pictures, self._lines_path, data, index = self.paths
         self._rows = IndexedWriter(data, index)
-        self._pictures = IndexedWriter(*pictures, np.uint8) if pictures else None
+        self._pictures = IndexedWriter(pictures[0], pictures[1], np.uint8) if pictures else None
         self._lines = self._lines_path.open("wb")
         self._numbers: dict[str, int] = {}
         self.num_rows = 0  # sequences with images

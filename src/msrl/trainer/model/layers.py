@@ -246,7 +246,8 @@ class DeepstackLayer(TransformerLayer):
         self._number = number
 
     def forward(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
-        hidden, context = super().forward(*args, **kwargs)
+        output: Any = super().forward(*args, **kwargs)
+        hidden, context = output
         packed: PackedSequences = kwargs["packed_seq_params"]
         if packed.images is None:
             return hidden, context

@@ -97,11 +97,11 @@ class _Attention(nn.Module):
 
 def _attend(query: Tensor, key: Tensor, value: Tensor, count: int) -> Tensor:  # [P, h, d] each
     """Return the attention within each of `count` blocks of equal size."""
-    blocks = [
+    queries, keys, values = (
         upcast(x).unflatten(0, (count, -1)).transpose(1, 2)  # [count, h, P / count, d]
         for x in (query, key, value)
-    ]
-    mixed = F.scaled_dot_product_attention(*blocks)
+    )
+    mixed = F.scaled_dot_product_attention(queries, keys, values)
     return mixed.transpose(1, 2).flatten(0, 1).to(query.dtype)
 
 
@@ -349,4 +349,5 @@ def _rotation(positions: Tensor, vision: Vision, device: torch.device) -> Rotati
     angles = (positions[:, :, None] / vision.rope_theta**exponents).flatten(1)  # [P, d / 2]
     cos, sin = angles.cos(), angles.sin()
     pairs = torch.cat((cos, cos), 1), torch.cat((-sin, sin), 1)
-    return Rotation(*(x[:, None, None].to(device) for x in pairs))
+    first, second = (x[:, None, None].to(device) for x in pairs)
+    return Rotation(first, second)
