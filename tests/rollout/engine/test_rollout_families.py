@@ -18,7 +18,7 @@ import parity_ranks
 import reference_models
 import tiny_qwen2
 from families import FAMILIES
-from mixture_families import QWEN3_MOE
+from mixture_families import MIXTURES, QWEN3_MOE
 from msrl.algorithms.packing import Sequences, has_all_routes
 from msrl.config.sections.rollout import EngineConfig
 from msrl.errors import MsrlError
@@ -33,13 +33,15 @@ from replay_ranks import Replay
 from support import mentions, python_path
 from test_families import transformers_logits
 
+FAMILY_ROWS = {**FAMILIES, **MIXTURES}
+
 
 def _save(folder: Path, name: str) -> tuple[Path, dict]:
     """Save a model of the family with heads of 32 channels, the smallest that vLLM supports on CPU.
 
     Its vocabulary contains the byte tokenizer's.
     """
-    config = {**FAMILIES[name].config, "hidden_size": 128}
+    config = {**FAMILY_ROWS[name].config, "hidden_size": 128}
     config |= {key: 32 for key in ("head_dim", "kv_channels") if key in config}
     config |= {
         key: tiny_qwen2.VOCAB_SIZE for key in ("vocab_size", "padded_vocab_size") if key in config
@@ -69,7 +71,11 @@ def test_a_family_that_vllm_cannot_serve_is_refused(tmp_path: Path, name: str, r
 @pytest.mark.full
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "name", ["gemma 2", "gemma 3", "mistral v0.1", "glm 4", "glm 4 remote code"]
+    "name",
+    [
+        *("gemma 2", "gemma 3", "mistral v0.1", "glm 4", "glm 4 remote code", "glm 4 0414"),
+        *("seed-oss", "qwen2 moe", "mixtral", "glm 4.5"),
+    ],
 )
 def test_the_engine_has_the_logprobs_of_the_reference(
     tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
@@ -77,7 +83,7 @@ def test_the_engine_has_the_logprobs_of_the_reference(
     for method in ("__init__", "__call__"):  # vLLM changes this class for the whole process
         monkeypatch.setattr(GlmModel, method, getattr(GlmModel, method))
     folder, config = _save(tmp_path, name)
-    reference, ids = FAMILIES[name].reference, parity_ranks.sequences(190)
+    reference, ids = FAMILY_ROWS[name].reference, parity_ranks.sequences(190)
     if reference == "transformers":
         logits = transformers_logits(folder, ids)
     else:
