@@ -463,7 +463,7 @@ PICTURE_FORMS = ("PNG", "JPEG", "WEBP", "BMP", "GIF")
 
 @target(st.tuples(st.sampled_from(PICTURE_FORMS), EDITS))
 def pictures(folder: Path, change: Any) -> None:
-    """Read the size and the pixels of a damaged picture."""
+    """Read the size and the pixels of a damaged image."""
     form, edits = change
     data = edit(PICTURES[form], edits)
     with suppress(MsrlError):
@@ -748,7 +748,7 @@ def _prepare(root: Path) -> None:
 
 
 def _prepare_images(root: Path) -> None:
-    """Create pictures, and a dataset with images."""
+    """Create images, and a dataset with images."""
     global IMAGES, IMAGE_FILES, PICTURES
     IMAGES = ImageSettings(read_vision_settings(vision_folders.write_folder(root / "vision")), "")
     PICTURES = {form: encoded(picture(40, 30), form) for form in PICTURE_FORMS}

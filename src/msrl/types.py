@@ -25,14 +25,14 @@ Their type is the smallest of uint8 and int16 that holds the numbers.
 """
 Role = Literal["system", "user", "assistant", "tool"]
 Grid = tuple[int, int, int]
-"""Frames (1), rows and columns of a picture in patches."""
+"""Frames (1), rows and columns of an image in patches."""
 
 
 @dataclass(frozen=True, slots=True)
 class Image:
-    """Picture of a row as an encoded file, such as a JPEG.
+    """Image of a row as an encoded file, such as a JPEG.
 
-    `key` is the SHA-256 of the file: equal pictures have equal keys. `grid` is the size to which it
+    `key` is the SHA-256 of the file: equal images have equal keys. `grid` is the size to which it
     is resized. Comparisons use both, and not the data.
     """
 
@@ -43,7 +43,7 @@ class Image:
 
 @dataclass(frozen=True, slots=True)
 class PlacedImage:
-    """Picture whose first image token is token `offset` of a sequence or micro-batch."""
+    """Image whose first image token is token `offset` of a sequence or micro-batch."""
 
     offset: int
     image: Image
@@ -119,7 +119,7 @@ class RenderedExample:
         """Return the first `length` tokens, which must have all tokens of its images."""
         labels = None if self.labels is None else self.labels[:length]
         ids, mask = self.token_ids[:length], self.loss_mask[:length]
-        return RenderedExample(ids, mask, labels, self.images)
+        return replace(self, token_ids=ids, loss_mask=mask, labels=labels)
 
 
 @dataclass(frozen=True, slots=True)

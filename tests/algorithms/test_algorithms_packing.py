@@ -1,4 +1,4 @@
-"""Packing: positions and pictures in a micro-batch, bins, balance, the loss under packings."""
+"""Packing: positions and images in a micro-batch, bins, balance, the loss under packings."""
 
 import numpy as np
 import pytest
@@ -215,9 +215,9 @@ WIDE, HIGH = Image("wide", (1, 2, 6), b""), Image("high", (1, 4, 2), b"")  # 1 x
 
 
 def test_positions_by_hand() -> None:
-    """Two tokens, a picture of one row and three columns, one token, one of two rows, a token.
+    """Two tokens, an image of one row and three columns, one token, one of two rows, a token.
 
-    Text after a picture goes on behind its largest row or column. The next sequence has no picture.
+    Text after an image continues after its largest row or column. The next sequence has no image.
     """
     cu_seqlens = np.array([0, 9, 11], np.int32)
     images = (PlacedImage(2, WIDE), PlacedImage(6, HIGH))

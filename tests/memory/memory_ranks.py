@@ -40,7 +40,7 @@ class Case:
     logits_dtype: str | None = None
     batches: int = 1
     more: Mapping[str, Any] = field(default_factory=dict)
-    pictures: tuple[int, ...] = ()  # rows and columns of tokens of a picture in each sequence
+    pictures: tuple[int, ...] = ()  # rows and columns of tokens of an image in each sequence
 
 
 @dataclass(frozen=True)
@@ -105,9 +105,9 @@ def _measure(context: RankContext, case: Case, init_method: str) -> Measurement:
 def _place_pictures(
     policy: LanguageModelReplica, case: Case, ids: tuple[Ints, ...]
 ) -> list[tuple[PlacedImage, ...]]:
-    """Write image tokens into sequences, and return a different picture for each of them."""
-    assert policy.pictures is not None
-    vision, placed = policy.pictures.vision, list[tuple[PlacedImage, ...]]()
+    """Write image tokens into sequences, and return a different image for each of them."""
+    assert policy.image_loader is not None
+    vision, placed = policy.image_loader.vision, list[tuple[PlacedImage, ...]]()
     for number, (row, side) in enumerate(zip(ids, case.pictures, strict=True)):
         row[:] = row % 100
         row[1 : 1 + side * side] = vision.image_token_id
@@ -118,7 +118,7 @@ def _place_pictures(
         count = sum(math.prod(image.grid) for image in images)
         return torch.randn(count, vision.patch_elements)
 
-    policy.pictures = replace(policy.pictures, load=load)
+    policy.image_loader = replace(policy.image_loader, load=load)
     return placed
 
 

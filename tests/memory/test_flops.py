@@ -10,6 +10,7 @@ from families import QWEN2_5_VL
 from mixture_families import DEEPSEEK_V2, DEEPSEEK_V32, QWEN3_MOE
 from msrl.memory.flops import tower_flops, training_flops
 from msrl.models.shape import DeltaNet, Dense, Layer
+from msrl.models.vision.tower import TrainedParts
 from msrl.platforms import NAMES, get
 from msrl.platforms.cuda import peak_flops as cuda_peak
 from msrl.platforms.npu import peak_flops as npu_peak
@@ -160,7 +161,7 @@ def test_the_peak_of_an_npu_depends_on_its_generation_and_a_cpu_has_none():
 
 
 def test_flops_of_a_tower_match_a_hand_calculation():
-    """A picture of 4 x 6 patches, whose windows of 4 x 4 are 4 x 4 and 4 x 2 patches.
+    """An image of 4 x 6 patches, whose windows of 4 x 4 are 4 x 4 and 4 x 2 patches.
 
     A patch has 3 * 2 * 14 * 14 = 1176 numbers, a block 4 * 32 * 32 and three times 32 * 48 weights.
     The merger: 128 * 128 and 128 * 64.
@@ -173,7 +174,7 @@ def test_flops_of_a_tower_match_a_hand_calculation():
     projector = 2 * 6 * (128 * 128 + 128 * 64)
 
     def flops(tower: bool, projector: bool) -> int:
-        return tower_flops(vision, [(1, 4, 6)], trains_tower=tower, trains_projector=projector)
+        return tower_flops(vision, [(1, 4, 6)], TrainedParts(tower, projector))
 
     assert flops(False, False) == embedding + blocks + projector
     assert flops(False, True) == embedding + blocks + 2 * projector

@@ -182,7 +182,7 @@ def folders(tmp_path_factory) -> dict[str, Path]:
 
 
 def estimate(case: Case, *sets: str) -> Memory:
-    """Return the estimate for the configuration of a case, whose tokens may be of pictures."""
+    """Return the estimate for the configuration of a case, whose tokens may be of images."""
     layout = case.layout
     settings = [
         f"model.path={case.model}",
@@ -376,7 +376,7 @@ TOWERS: dict[str, tuple[VisionConfig, RecomputeConfig]] = {
 
 @pytest.mark.slow
 def test_the_estimate_counts_the_vision_tower(folders):
-    """Nearly all tokens are of pictures, as the estimate assumes."""
+    """Nearly all tokens are of images, as the estimate assumes."""
     shape = {"lengths": (203, 403), "pictures": (14, 20)}
     cases, keys = dict[str, Case](), dict[str, tuple[str, ...]]()
     for name, (vision, recompute) in TOWERS.items():

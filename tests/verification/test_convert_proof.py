@@ -26,7 +26,7 @@ from msrl.verification import logits as convert_logits
 from msrl.verification import report as convert_report
 from msrl.verification.agreement import compare_logits
 from msrl.verification.bits import require_equal_copies
-from msrl.verification.pictures import PicturePrompt
+from msrl.verification.images import ImagePrompt
 from msrl.verification.tolerance import family_tolerance
 from support import assert_mentions, mentions
 from test_cli import msrl
@@ -34,9 +34,9 @@ from test_convert import run, save_real, to_mcore
 from training_runs import Command, children, files_in, make_tmp, wait_for_end
 
 
-def _prompts(tokens: list[list[int]]) -> list[PicturePrompt]:
-    """Return prompts without pictures."""
-    return [PicturePrompt(ids, ()) for ids in tokens]
+def _prompts(tokens: list[list[int]]) -> list[ImagePrompt]:
+    """Return prompts without images."""
+    return [ImagePrompt(ids, ()) for ids in tokens]
 
 
 def test_agreement_by_hand() -> None:

@@ -1,4 +1,4 @@
-"""Checks of picture files in a process that can be killed."""
+"""Checks of image files in a process that can be killed."""
 
 import os
 import signal
@@ -18,7 +18,7 @@ def chunk(kind, data):
 
 
 def png(width, height):
-    """Return a black PNG picture of any size in few bytes."""
+    """Return a black PNG image of any size in few bytes."""
     header = chunk(b"IHDR", struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0))
     body = zlib.compress(bytes((1 + 3 * width) * height), 9)
     return b"\x89PNG\r\n\x1a\n" + header + chunk(b"IDAT", body) + chunk(b"IEND", b"")
@@ -27,7 +27,7 @@ def png(width, height):
 def test_pictures_and_other_files_are_told_apart():
     files = [
         encoded(picture(30, 20), "JPEG"),
-        b"no picture",
+        b"no image",
         encoded(picture(91, 81), "JPEG")[:-2000],
         encoded(picture(32, 22), "WEBP"),
     ]
@@ -65,7 +65,7 @@ def test_a_process_that_is_killed_is_replaced(monkeypatch):
 
 
 def children():
-    """Return the processes that check pictures for this one."""
+    """Return the processes that check images for this one."""
     listed = Path(f"/proc/{os.getpid()}/task/{os.getpid()}/children").read_text("ascii")
     names = {int(pid): Path(f"/proc/{pid}/cmdline").read_bytes() for pid in listed.split()}
     found = [pid for pid, name in names.items() if b"decoding_process" in name]

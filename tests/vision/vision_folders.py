@@ -1,4 +1,4 @@
-"""Folders with the configuration of a vision-language model, and pictures."""
+"""Folders with the configuration of a vision-language model, and images."""
 
 import io
 import json
@@ -36,7 +36,7 @@ def write_folder(folder, processor=None, config=None, name="preprocessor_config.
 
 
 def picture(width, height, seed=0):
-    """Return a picture of random colors."""
+    """Return an image of random colors."""
     from PIL import Image
 
     values = np.random.default_rng(seed).integers(0, 256, (height, width, 3), np.uint8)
@@ -44,7 +44,7 @@ def picture(width, height, seed=0):
 
 
 def encoded(image, form="PNG", **options):
-    """Return an encoded picture."""
+    """Return an encoded image."""
     file = io.BytesIO()
     image.save(file, form, **options)
     return file.getvalue()

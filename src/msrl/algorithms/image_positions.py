@@ -1,7 +1,7 @@
-"""Positions of the tokens of sequences with pictures (M-RoPE, arXiv:2409.12191, section 2.1).
+"""Positions of the tokens of sequences with images (M-RoPE, arXiv:2409.12191, section 2.1).
 
 A text token has the same position in time, row and column: one more than the largest position
-before it. The tokens of a picture have one time, and the rows and columns of its grid. Source:
+before it. The tokens of an image have one time, and the rows and columns of its grid. Source:
 `get_rope_index` of transformers' Qwen2-VL.
 
 Letters: N tokens of a micro-batch, S sequences.
@@ -19,7 +19,7 @@ from msrl.types import Grid, Ints, PlacedImage
 
 
 def merged_grid(grid: Grid, merge_size: int) -> tuple[int, int]:
-    """Return the rows and columns of a picture's tokens."""
+    """Return the rows and columns of an image's tokens."""
     frames, rows, columns = grid
     assert frames == 1, "videos are not supported"
     return rows // merge_size, columns // merge_size

@@ -41,7 +41,7 @@ class Sequences(NamedTuple):
     loss_masks: tuple[Bools, ...]  # S of [T]
     fields: Mapping[str, tuple[Floats, ...]]  # each S of [T]
     routes: tuple[Routes, ...] | None = None  # S of [T, L, k], or of fewer tokens
-    images: tuple[tuple[PlacedImage, ...], ...] | None = None  # S; None: no pictures
+    images: tuple[tuple[PlacedImage, ...], ...] | None = None  # S; None: no images
 
 
 def bins(lengths: Sequence[int], capacity: int) -> tuple[tuple[int, ...], ...]:
@@ -207,7 +207,7 @@ def micro_batch(
 def _packed_images(
     images: Sequence[Sequence[PlacedImage]], lengths: Sequence[int]
 ) -> tuple[PlacedImage, ...]:
-    """Return the pictures with offsets in the micro-batch, in their order."""
+    """Return the images with offsets in the micro-batch, in their order."""
     starts = itertools.accumulate(lengths, initial=0)
     return tuple(
         replace(placed, offset=start + placed.offset)

@@ -78,8 +78,8 @@ def check_random_weights(resolved: Resolved, plan: RunPlan) -> Iterator[str]:
             f"{shape.architecture} has weights that msrl does not train ({shape.pass_through[0]}"
             "*), so they cannot start from random ones. Use a checkpoint.",
         )
-    vision = config.train.vision
-    is_frozen = vision.tower_lr is None or vision.projector_lr is None
+    trained = config.train.vision.trained
+    is_frozen = not (trained.tower and trained.projector)
     if shape is not None and shape.vision is not None and is_frozen:
         yield resolved.mistake(
             key,
@@ -287,13 +287,7 @@ def check_freeze(resolved: Resolved, plan: RunPlan) -> Iterator[str]:
     if shape is not None and resolved.config.train.freeze:
         try:
             train = resolved.config.train
-            names = frozen_names(
-                shape,
-                train.freeze,
-                trains_tower=train.vision.tower_lr is not None,
-                trains_projector=train.vision.projector_lr is not None,
-                key="train.freeze",
-            )
+            names = frozen_names(shape, train.freeze, train.vision.trained)
         except MsrlError as error:
             yield str(error)
             return

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from msrl.data.images.load import ImageSettings, Picture, load_images, place_images
+from msrl.data.images.load import ImageRecord, ImageSettings, load_images, place_images
 from msrl.data.images.marks import refuse_marks
 from msrl.data.render import Renderer
 from msrl.types import Conversation, Ints, PlacedImage, RenderedExample
@@ -27,15 +27,15 @@ def image_prompt(
     Raises:
         MsrlError: An image cannot be used, or a question marks one that it does not have.
     """
-    pictures: dict[str, Picture] = {}
-    loaded = load_images(conversation, settings, folder, pictures, {})
+    image_records: dict[str, ImageRecord] = {}
+    loaded = load_images(conversation, settings, folder, image_records, {})
     if not loaded.images:
         refuse_marks(loaded)
     token_ids = replace(renderer, image_text=settings.text).prompt(loaded)
     no_mask = np.zeros(len(token_ids), np.bool_)
     placed = place_images(RenderedExample(token_ids, no_mask), loaded.images, settings)
     images = tuple(
-        replace(item, image=replace(item.image, data=pictures[item.image.key].data))
+        replace(item, image=replace(item.image, data=image_records[item.image.key].data))
         for item in placed.images
     )
     return placed.token_ids, images

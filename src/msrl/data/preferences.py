@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from pathlib import Path
 
@@ -32,7 +32,7 @@ def last_answer_only(example: RenderedExample) -> RenderedExample:
     breaks = np.flatnonzero(np.diff(positions) > 1)
     start = positions[breaks[-1] + 1] if len(breaks) else positions[0]
     mask = example.loss_mask & (np.arange(len(example.loss_mask)) >= start)
-    return RenderedExample(example.token_ids, mask)
+    return replace(example, loss_mask=mask)
 
 
 def fit(

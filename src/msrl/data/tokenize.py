@@ -23,8 +23,8 @@ from msrl.data.files.readers import RowBatch
 from msrl.data.handlers import Handler
 from msrl.data.images.load import (
     FileState,
+    ImageRecord,
     ImageSettings,
-    Picture,
     cuts_image,
     image_sources,
     load_images,
@@ -123,7 +123,9 @@ class TokenizedRows:
     kept: frozenset[str] = frozenset()  # columns to keep by name that a row has
     bad: tuple[BadRow, ...] = ()  # rows that are not valid, if these are dropped
     images: tuple[tuple[PlacedImage, ...], ...] = ()  # of each sequence; empty without any
-    pictures: Mapping[str, Picture] = field(default_factory=dict[str, Picture])  # by key
+    image_records: Mapping[str, ImageRecord] = field(
+        default_factory=dict[str, ImageRecord]
+    )  # by key
     image_files: Mapping[str, FileState] = field(default_factory=dict[str, FileState])
 
 
@@ -147,9 +149,9 @@ def tokenize_rows(job: TokenizeSettings, batch: RowBatch) -> TokenizedRows:
         result = _tokenize_items(job, batch, offsets, items, dropped)
     bad, kept = tuple(converted.bad), frozenset(converted.kept)
     result = replace(result, num_read=num_read, unread=converted.unread, kept=kept, bad=bad)
-    if not converted.pictures:
+    if not converted.image_records:
         return result
-    return replace(result, pictures=converted.pictures, image_files=converted.image_files)
+    return replace(result, image_records=converted.image_records, image_files=converted.image_files)
 
 
 def _tokenize_items(
@@ -211,7 +213,7 @@ class _Converted:
     unread: Counter[str]
     kept: set[str]
     bad: list[BadRow]
-    pictures: dict[str, Picture] = field(default_factory=dict[str, Picture])
+    image_records: dict[str, ImageRecord] = field(default_factory=dict[str, ImageRecord])
     image_files: dict[str, FileState] = field(default_factory=dict[str, FileState])
 
 
@@ -276,7 +278,7 @@ def _loaded(
             raise MsrlError(f"images: {job.no_images}")
         folder = Path(batch.path).parent
         files = rows.image_files
-        return load_images(conversation, job.image_settings, folder, rows.pictures, files)
+        return load_images(conversation, job.image_settings, folder, rows.image_records, files)
     if job.image_settings is not None:
         refuse_marks(conversation)
     return conversation

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from msrl.checksums import file_crc32
 from msrl.data.dataset import IGNORE
 from msrl.data.images.files import ImageWriter, Places
-from msrl.data.images.load import FileState, Picture
+from msrl.data.images.load import FileState, ImageRecord
 from msrl.data.indexed import TOKEN_DTYPE, IndexedWriter
 from msrl.data.manifest import (
     KEYS,
@@ -175,7 +175,7 @@ class DatasetWriter:
                     "attention_mask": _ones(batch.sequences),
                     "labels": batch.answer_ids,
                 },
-                self._places(batch.images, batch.pictures),
+                self._places(batch.images, batch.image_records),
             )
         else:
             self._add_examples(batch)
@@ -263,13 +263,13 @@ class DatasetWriter:
                     "attention_mask": _ones(ids),
                     "labels": Ragged(labels, ids.lengths),
                 },
-                self._places(batch.images, batch.pictures),
+                self._places(batch.images, batch.image_records),
             )
             return
         ends = np.cumsum(ids.lengths)[:-1]
         if len(ids.lengths):
             tokens = ids.values.astype(np.int32, copy=False)
-            places = self._places(batch.images, batch.pictures) or [()] * len(ids.lengths)
+            places = self._places(batch.images, batch.image_records) or [()] * len(ids.lengths)
             self._window += zip(np.split(tokens, ends), np.split(labels, ends), places, strict=True)
         while len(self._window) >= WINDOW:
             self._write_window()
@@ -293,13 +293,13 @@ class DatasetWriter:
             numbers = np.array([(row.value, row.weight) for row in rows], np.float32)
             columns["values"] = Ragged(numbers.reshape(-1), np.full(len(rows), 2, np.int32))
             sides = [side.images for row in rows for side in row.sides]
-            self._add_rows(columns, self._places(sides, batch.pictures), len(sides))
+            self._add_rows(columns, self._places(sides, batch.image_records), len(sides))
         self.counts.update(examples=len(rows))
 
     def _places(
-        self, images: Sequence[Sequence[PlacedImage]], pictures: Mapping[str, Picture]
+        self, images: Sequence[Sequence[PlacedImage]], image_records: Mapping[str, ImageRecord]
     ) -> list[Places]:
-        """Write the pictures of sequences that are new, and return their places; [] without any."""
+        """Write the images of sequences that are new, and return their places; [] without any."""
         if not any(images):
             return []
         if self.images is None:
@@ -307,9 +307,9 @@ class DatasetWriter:
             self.images = ImageWriter(self._folder, name, is_linked=self._is_linked)
             self.images.add_rows([()] * self._num_sequences)
             self._paths = (*image_paths(self._prefix, is_linked=self._is_linked), *self._paths)
-        add = self.images.add_picture
+        add = self.images.add_image
         return [
-            tuple((placed.offset, add(pictures[placed.image.key])) for placed in sequence)
+            tuple((placed.offset, add(image_records[placed.image.key])) for placed in sequence)
             for sequence in images
         ]
 
@@ -321,8 +321,8 @@ class DatasetWriter:
             starts = accumulate((len(ids) for ids, _, _ in examples), initial=0)
             places = tuple(
                 (start + offset, number)
-                for start, (_, _, pictures) in zip(starts, examples, strict=False)
-                for offset, number in pictures
+                for start, (_, _, own) in zip(starts, examples, strict=False)
+                for offset, number in own
             )
             columns = dict(self._packed_row([example[:2] for example in examples]))
             self._add_rows(columns, [places] if places else [])

@@ -262,15 +262,9 @@ def _tower(plan: RunPlan, shape: Shape, stage: int, batch: Pass) -> TowerBytes:
     """Return the bytes of the vision tower, which only the first stage computes."""
     if stage or shape.vision is None:
         return TowerBytes()
-    vision = plan.train.vision
-    return tower_bytes(
-        shape,
-        batch,
-        spread_sizes(plan, shape),
-        trains_tower=vision.tower_lr is not None,
-        trains_projector=vision.projector_lr is not None,
-        recomputes=plan.train.recompute.granularity == "full",
-    )
+    recomputes = plan.train.recompute.granularity == "full"
+    trained = plan.train.vision.trained
+    return tower_bytes(shape, batch, spread_sizes(plan, shape), trained, recomputes=recomputes)
 
 
 def _stage_memory(

@@ -6,7 +6,7 @@ routed to, causal attention over the visible pairs of each sequence, and logits 
 An indexer counts where it decides, in sequences of more tokens than it chooses, without a backward
 pass; their attention counts the chosen pairs. It excludes recomputation in the backward pass, the
 loss of indexers and, like the source, norms, activations, rotary embeddings and softmax. The vision
-tower counts once per different picture of a step.
+tower counts once per different image of a step.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections.abc import Sequence
 
 from msrl.models.shape import Attention, DeltaNet, Dense, Layer, Mixer, Mla, Shape
 from msrl.models.vision.tensors import feed_forward_names
-from msrl.models.vision.tower import Vision
+from msrl.models.vision.tower import TrainedParts, Vision
 from msrl.types import Grid
 
 
@@ -36,10 +36,8 @@ def training_flops(
     return 2 * products * (3 if weight_gradients else 2) + 3 * attention + indexers
 
 
-def tower_flops(
-    vision: Vision, grids: Sequence[Grid], *, trains_tower: bool, trains_projector: bool
-) -> int:
-    """Return the operations of a vision tower over pictures of these grids.
+def tower_flops(vision: Vision, grids: Sequence[Grid], trained: TrainedParts) -> int:
+    """Return the operations of a vision tower over images of these grids.
 
     Without training there is only a forward pass. A trained tower has the gradients of inputs and
     weights, the patches excluded; a trained projector of a frozen tower only those of weights.
@@ -54,14 +52,14 @@ def tower_flops(
     blocks = 2 * patches * vision.depth * block + 4 * pairs * hidden
     merger = vision.merged_size * (vision.merged_size + vision.out_hidden_size)
     projector = 2 * features * merger * (1 + len(vision.deepstack))
-    of_projector = 1 + trains_tower + trains_projector
-    if not trains_tower:
-        return embedding + blocks + projector * of_projector
-    return 2 * embedding + 3 * blocks + projector * of_projector
+    projector *= 1 + trained.tower + trained.projector
+    if not trained.tower:
+        return embedding + blocks + projector
+    return 2 * embedding + 3 * blocks + projector
 
 
 def _tower_pairs(vision: Vision, grid: Grid) -> int:
-    """Return the pairs of patches that attend to each other in all layers, for one picture."""
+    """Return the pairs of patches that attend to each other in all layers, for one image."""
     _, rows, columns = grid
     everywhere = (rows * columns) ** 2
     if vision.window is None:

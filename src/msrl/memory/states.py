@@ -91,13 +91,7 @@ def _unfrozen_elements(
     shape: Shape, tensors: Iterable[StageTensor], train: TrainConfig
 ) -> list[tuple[StageTensor, int]]:
     """Return the tensors that are trained without LoRA, with their elements on a rank."""
-    frozen = frozen_names(
-        shape,
-        train.freeze,
-        trains_tower=train.vision.tower_lr is not None,
-        trains_projector=train.vision.projector_lr is not None,
-        key="train.freeze",
-    )
+    frozen = frozen_names(shape, train.freeze, train.vision.trained)
     return [
         (tensor, _elements(tensor))
         for tensor in tensors

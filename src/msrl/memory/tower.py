@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from msrl.memory.activations import Pass, Spread
 from msrl.models.shape import Shape
-from msrl.models.vision.tower import Vision
+from msrl.models.vision.tower import TrainedParts, Vision
 
 _FP32_BYTES = 4
 # Feed-forward tensors that a block saves: inputs and outputs of the activation, and the product.
@@ -34,14 +34,13 @@ def tower_bytes(
     shape: Shape,
     batch: Pass,
     spread: Spread,
+    trained: TrainedParts,
     *,
-    trains_tower: bool,
-    trains_projector: bool,
     recomputes: bool,
 ) -> TowerBytes:
-    """Return the bytes of a micro-batch whose tokens are all of different pictures.
+    """Return the bytes of a micro-batch whose tokens are all of different images.
 
-    Every rank of the first stage computes all pictures, also with context parallelism.
+    Every rank of the first stage computes all images, also with context parallelism.
     """
     vision = shape.vision
     assert vision is not None
@@ -56,12 +55,12 @@ def tower_bytes(
     block = _block_bytes(vision, patches, batch)
     projector = 4 * patches * hidden * element * (1 + len(vision.deepstack))
     saved, working = outputs + merged, 0
-    if trains_tower:
+    if trained.tower:
         stored = patches * hidden * element if recomputes else block
         saved += pixels + projector + vision.depth * stored
         gradients = 2 * patches * vision.ffn_hidden_size * element
         working = block + gradients if recomputes else 0
-    elif trains_projector:
+    elif trained.projector:
         saved += projector
     return TowerBytes(saved, working, pixels + outputs + merged + block)
 

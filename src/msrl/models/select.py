@@ -13,6 +13,7 @@ from msrl.models.families import all_rules, rules_for
 from msrl.models.rules import Rule
 from msrl.models.shape import Shape
 from msrl.models.vision.tensors import TOWER, is_projector, is_tower
+from msrl.models.vision.tower import TrainedParts
 
 
 def select_names(shape: Shape, patterns: Iterable[str], *, key: str) -> frozenset[str]:
@@ -35,27 +36,20 @@ def select_names(shape: Shape, patterns: Iterable[str], *, key: str) -> frozense
     return frozenset(rule.mcore for rule in rules if _is_chosen(rule, patterns, key))
 
 
-def frozen_names(
-    shape: Shape,
-    patterns: Iterable[str],
-    *,
-    trains_tower: bool,
-    trains_projector: bool,
-    key: str,
-) -> frozenset[str]:
+def frozen_names(shape: Shape, patterns: Iterable[str], trained: TrainedParts) -> frozenset[str]:
     """Return the names of the parameters that a training without adapters does not train.
 
-    These are those that `patterns` match, and those of the vision tower and its projector unless
-    they are trained. Indexers are not among them.
+    The patterns of `train.freeze` match them, or they are in a part of the vision tower that is not
+    trained. Indexers are not among them.
 
     Raises MsrlError as `select_names` does.
     """
     names = (
         rule.mcore
         for rule in rules_for(shape).first
-        if is_tower(rule) and not (trains_projector if is_projector(rule) else trains_tower)
+        if is_tower(rule) and not (trained.projector if is_projector(rule) else trained.tower)
     )
-    return select_names(shape, patterns, key=key).union(names)
+    return select_names(shape, patterns, key="train.freeze").union(names)
 
 
 def is_layer(mcore: str, hf: Iterable[str], targets: Collection[str]) -> bool:

@@ -103,7 +103,7 @@ def distinct_tensors(
 
 
 def has_deepstack_on_first_stage(shape: Shape, layout: ParallelLayout) -> bool:
-    """Return True if the first (virtual) stage has all layers that add deeper features of pictures.
+    """Return True if the first (virtual) stage has all layers that add deeper features of images.
 
     Other stages do not get the features. Text does not need them.
     """

@@ -47,15 +47,10 @@ class EngineMetrics:
 
 @dataclass(frozen=True, slots=True)
 class EngineImages:
-    """Pictures of prompts: the largest number in a prompt, and how they become patches."""
+    """Images of prompts: the largest number in a prompt, and how they become patches."""
 
     max_images: int
     vision: VisionSettings
-
-    @property
-    def max_tokens(self) -> int:
-        """Tokens of the largest picture."""
-        return self.vision.max_pixels // self.vision.factor**2
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +64,7 @@ class EngineSettings:
     With `is_stepped`, the engine can be used as a `StepEngine`.
     With `records_routes`, it records the experts of every token, for `SamplingParams.with_routes`.
     With `metrics`, vLLM counts requests, tokens and times, and Prometheus can read them.
-    With `images`, prompts may have pictures; otherwise the engine has no vision tower.
+    With `images`, prompts may have images; otherwise the engine has no vision tower.
     """
 
     model_dir: Path
@@ -178,7 +173,7 @@ class Engine(Protocol):
         """Return the log-probability of every token but the first, given the previous ones.
 
         Input: [T], output: [T - 1], at temperature 1. T must be less than `max_model_len`. `images`
-        are the pictures of each sequence; without them, no sequence has pictures.
+        are the images of each sequence; without them, no sequence has images.
         """
         ...
 
@@ -197,7 +192,7 @@ class Engine(Protocol):
         ...
 
     def forget_prompts(self) -> None:
-        """Drop cached keys and values of prompts, and features of their pictures."""
+        """Drop cached keys and values of prompts, and features of their images."""
         ...
 
     def sleep(self, *, discard_weights: bool = False) -> None:
@@ -276,10 +271,10 @@ def check_prompt(prompt: Prompt, vocab_size: int, max_model_len: int) -> None:
 
 
 def check_images(prompt: Prompt, images: EngineImages | None) -> None:
-    """Check that the engine can read the pictures of a prompt.
+    """Check that the engine can read the images of a prompt.
 
     Raises:
-        MsrlError: The engine reads no pictures or not so many, or a picture has other tokens.
+        MsrlError: The engine reads no images or not so many, or an image has other tokens.
     """
     where, number = f"prompt {prompt.index}", len(prompt.images)
     if not number:

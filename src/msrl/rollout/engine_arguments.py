@@ -9,7 +9,6 @@ from __future__ import annotations
 import ast
 import functools
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 from msrl.models.shape import Shape
@@ -63,20 +62,18 @@ def _normalizes_on_device(settings: EngineSettings) -> bool | None:
 
 
 def _batch_of_image(settings: EngineSettings, shape: Shape, platform: Platform) -> int | None:
-    """Return the tokens of a step that a picture may need, None for vLLM's default.
+    """Return the tokens of a step that an image may need, None for vLLM's default.
 
-    vLLM knows the largest picture of the model's processor, but not that of other limits.
+    vLLM knows the largest image of the model's processor, but not that of other limits.
     """
     images, length = settings.images, model_length(settings, shape)
-    if images is None or images.max_tokens <= _largest_image(settings.model_dir):
+    if images is None:
+        return None
+    largest = images.vision.max_tokens
+    if largest <= read_vision_settings(settings.model_dir).max_tokens:
         return None
     is_chunked = platform.engine_arguments().get("enable_chunked_prefill", True)
-    return max(_DEFAULT_BATCH, min(images.max_tokens, length) if is_chunked else length)
-
-
-def _largest_image(model_dir: Path) -> int:
-    vision = read_vision_settings(model_dir)
-    return vision.max_pixels // vision.factor**2
+    return max(_DEFAULT_BATCH, min(largest, length) if is_chunked else length)
 
 
 # Arguments that msrl sets: the key that controls each and its value. "": no key does. None instead
@@ -121,7 +118,7 @@ _ARGUMENTS: dict[str, tuple[str | None, Value]] = {
         None,
         lambda s, _, p: s.weight_backend and {"backend": p.weight_engine(s.weight_backend).name},
     ),
-    # Without pictures, vLLM loads neither the vision tower nor a processor.
+    # Without images, vLLM loads neither the vision tower nor a processor.
     "limit_mm_per_prompt": ("", lambda s, *_: _image_limit(s)),
     "mm_processor_cache_gb": ("", lambda s, *_: None if s.images is None else 0),
     "mm_device_do_normalize": ("", lambda s, *_: _normalizes_on_device(s)),
@@ -132,7 +129,7 @@ _ARGUMENTS: dict[str, tuple[str | None, Value]] = {
 }
 SET_BY_MSRL = {name: key for name, (key, _) in _ARGUMENTS.items() if key is not None}
 
-_PIXELS = "the engine must read the pictures that are trained"
+_PIXELS = "the engine must read the images that are trained"
 # Arguments that contradict what msrl guarantees, with the reason.
 REFUSED = {
     "trust_remote_code": "code of a checkpoint is never run",

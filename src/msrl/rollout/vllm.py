@@ -132,7 +132,7 @@ class VllmEngine:
             self._begin_recording()
 
     def _image_inputs(self) -> ImageInputs | None:
-        """Return what makes inputs of prompts with pictures, or None for text only."""
+        """Return what makes inputs of prompts with images, or None for text only."""
         if self._settings.images is None:
             return None
         # MultiModalConfig of vLLM 0.29 and later; earlier versions have no such option.
@@ -144,7 +144,7 @@ class VllmEngine:
         """Check a prompt and return it in vLLM's form.
 
         Raises:
-            MsrlError: The prompt or a picture of it is invalid.
+            MsrlError: The prompt or an image of it is invalid.
         """
         check_prompt(prompt, self._shape.vocab_size, self.max_model_len)
         check_images(prompt, self._settings.images)
@@ -283,8 +283,8 @@ class VllmEngine:
         self._memory.check_ready()
         placed = images or [()] * len(token_ids)
         inputs = [
-            self._input(Prompt(index, ids, images=pictures))
-            for index, (ids, pictures) in enumerate(zip(token_ids, placed, strict=True))
+            self._input(Prompt(index, ids, images=own))
+            for index, (ids, own) in enumerate(zip(token_ids, placed, strict=True))
         ]
         # vLLM must sample a token, which is ignored. Its temperature does not scale these logits
         # (GPUModelRunner._get_prompt_logprobs_dict).

@@ -7,7 +7,7 @@ both share one gradient norm.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import cast
+from typing import Any, cast
 
 import torch
 from megatron.core.distributed import DistributedDataParallel
@@ -58,7 +58,7 @@ def build_optimizer(
     overrides = get_standard_config_overrides(config)  # no decay of biases and norms
     for name, lr in (("projector", vision.projector_lr), ("tower", vision.tower_lr)):
         if lr is not None:
-            overrides[_of_vision(name)] = {"max_lr": lr}
+            overrides[_of_vision(name)] = cast("Any", {"max_lr": lr})
     chain = get_megatron_optimizer(config, list(wrapped), overrides, use_gloo_process_groups=False)
     assert isinstance(chain, ChainedOptimizer)
     for distributed in active_optimizers(chain):

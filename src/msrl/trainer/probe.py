@@ -36,7 +36,7 @@ class _LogitRequest:
     platform: str
     layout: ParallelLayout
     layerwise: bool
-    images: tuple[tuple[PlacedImage, ...], ...]  # of each sequence; () without pictures
+    images: tuple[tuple[PlacedImage, ...], ...]  # of each sequence; () without images
 
 
 def megatron_logits(
@@ -50,7 +50,7 @@ def megatron_logits(
 ) -> list[torch.Tensor]:
     """Return the logits of each sequence that the ranks of a layout compute from the checkpoint.
 
-    Each is [T, vocabulary] float32. The pictures of each sequence, if any, are `random_patches`.
+    Each is [T, vocabulary] float32. The images of each sequence, if any, are `random_patches`.
 
     With `layerwise`, one rank on the CPU holds one layer at a time (see `trainer.layerwise`), and
     the layout must have one rank.
@@ -110,7 +110,7 @@ def rank(context: RankContext, request: _LogitRequest) -> None:
 def random_patches(
     images: Sequence[Image], num_elements: int
 ) -> NDArray[np.float32]:  # [P, num_elements]
-    """Return random patches, one picture after the other; the key of a picture is the seed."""
+    """Return random patches, one image after the other; the key of an image is the seed."""
     patches = [
         np.random.default_rng(int(image.key)).standard_normal(
             (math.prod(image.grid), num_elements), np.float32
@@ -121,16 +121,16 @@ def random_patches(
 
 
 def _use_random_patches(policy: LanguageModelReplica) -> None:
-    """Replace the pixels of pictures by `random_patches`."""
+    """Replace the pixels of images by `random_patches`."""
     import torch
 
-    assert policy.pictures is not None, "the model has no vision tower"
-    num_elements, device = policy.pictures.vision.patch_elements, policy.position.device
+    assert policy.image_loader is not None, "the model has no vision tower"
+    num_elements, device = policy.image_loader.vision.patch_elements, policy.position.device
 
     def load(images: Sequence[Image]) -> torch.Tensor:
         return torch.from_numpy(random_patches(images, num_elements)).to(device)
 
-    policy.pictures = replace(policy.pictures, load=load)
+    policy.image_loader = replace(policy.image_loader, load=load)
 
 
 def _rows(packed: torch.Tensor, group: Sequence[Sequence[int]]) -> Sequence[torch.Tensor]:

@@ -38,7 +38,7 @@ from msrl.trainer.model.rope import RotaryTables
 from msrl.trainer.model.routes import RoutingReplay
 from msrl.trainer.model.vision.pixels import Pixels
 from msrl.trainer.objective.batches import filler
-from msrl.trainer.objective.device_batch import DeviceBatch, Pictures, spread, to_device
+from msrl.trainer.objective.device_batch import DeviceBatch, ImageLoader, spread, to_device
 from msrl.trainer.objective.logprobs import DistributionComparison
 from msrl.trainer.objective.requests import UpdateRequest
 from msrl.trainer.offload import HostMemory
@@ -67,7 +67,7 @@ class ModelReplica:
 
     def __init__(self, settings: ReplicaSettings, position: RankPosition) -> None:
         self.settings, self.position = settings, position
-        self.pictures: Pictures | None = None
+        self.image_loader: ImageLoader | None = None
         self.model, self.shape = self.load_model()
         self.num_chunks = position.layout.num_chunks(self.shape.num_layers)
         self.links = self._build_links()
@@ -101,7 +101,7 @@ class ModelReplica:
         self.fill_weights(megatron.named_weights(model), source)
         if shape.vision is not None:
             pixels = Pixels(source.hf_dir, position.device)
-            self.pictures = Pictures(shape.vision, pixels.patches)
+            self.image_loader = ImageLoader(shape.vision, pixels.patches)
         return model, shape
 
     def _open_weights(self) -> WeightSource:
@@ -411,7 +411,7 @@ class ModelReplica:
             multiple=self.sequence_multiple,
             shares_prefixes=self._shares_prefixes,
             comparisons=comparisons,
-            pictures=self.pictures,
+            image_loader=self.image_loader,
         )
         packed = batch.packed
         if self.balance is not None and is_training:

@@ -109,17 +109,17 @@ def transformers_logits(
     return [row[: len(ids)].clone() for row, ids in zip(logits, tokens, strict=True)]
 
 
-def outputs(model: Any, rows: Tensor, shape: Shape, **pictures: Tensor) -> Tensor:
+def outputs(model: Any, rows: Tensor, shape: Shape, **images: Tensor) -> Tensor:
     """Return the output of transformers' `model` for token ids [B, T] at every position.
 
-    `pictures` are its arguments for pictures.
+    `images` are its arguments for images.
 
     It is logits [B, T, vocabulary], or scores [B, T, 1]: the forward pass of a reward model returns
     only the score of the last token.
     """
     if shape.reward_head:
         return model.score(model.base_model(rows, use_cache=False).last_hidden_state)
-    return model(rows, use_cache=False, **pictures).logits
+    return model(rows, use_cache=False, **images).logits
 
 
 _OUTPUT = "lm_head.weight"

@@ -30,7 +30,7 @@ from msrl.temporary import owned_folder
 from msrl.tracking.progress import Progress, progress
 from msrl.types import PlacedImage
 from msrl.verification import layerwise
-from msrl.verification.pictures import PicturePrompt, picture_inputs
+from msrl.verification.images import ImagePrompt, image_inputs
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,9 +49,9 @@ class LogitSource:
     images: tuple[tuple[PlacedImage, ...], ...] = ()
 
     @property
-    def _prompts(self) -> list[PicturePrompt]:
+    def _prompts(self) -> list[ImagePrompt]:
         images = self.images or ((),) * len(self.token_ids)
-        return [PicturePrompt(*each) for each in zip(self.token_ids, images, strict=True)]
+        return [ImagePrompt(*each) for each in zip(self.token_ids, images, strict=True)]
 
     def from_folder(self, source: WeightSource, folder: Path) -> list[Tensor]:
         """Return the logits of transformers, which loads the folder of `source` as a user would.
@@ -145,7 +145,7 @@ def _with_config(checkpoint: Path, hf_dir: Path | None) -> Iterator[Path]:
 
 
 def _logits_from_folder(
-    folder: Path, prompts: list[PicturePrompt], advance: Callable[[], None] = lambda: None
+    folder: Path, prompts: list[ImagePrompt], advance: Callable[[], None] = lambda: None
 ) -> list[Tensor]:
     from transformers.utils import logging
 
@@ -164,7 +164,7 @@ def _logits_from_folder(
 
 def _logits_from_weights(
     source: WeightSource,
-    prompts: list[PicturePrompt],
+    prompts: list[ImagePrompt],
     dtype: torch.dtype | None,
     advance: Callable[[], None] = lambda: None,
 ) -> list[Tensor]:
@@ -223,7 +223,7 @@ def _without_bar(items: Iterable[Any], **_: object) -> Iterable[Any]:
 
 
 def _forward(
-    model: Any, prompts: list[PicturePrompt], shape: Shape, advance: Callable[[], None]
+    model: Any, prompts: list[ImagePrompt], shape: Shape, advance: Callable[[], None]
 ) -> list[Tensor]:
     """Return each sequence's logits, [T, vocabulary], or scores, [T, 1], and release the model."""
     model.eval()
@@ -233,7 +233,7 @@ def _forward(
             rows, inputs = torch.tensor([prompt.token_ids]), dict[str, Tensor]()
             if prompt.images:
                 assert shape.vision is not None, "sampled for a model with a vision tower"
-                inputs = picture_inputs(model, shape.vision, rows, prompt.images)
+                inputs = image_inputs(model, shape.vision, rows, prompt.images)
             logits.append(layerwise.outputs(model, rows, shape, **inputs)[0].clone())
             advance()
     del model

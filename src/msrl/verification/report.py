@@ -34,8 +34,8 @@ from msrl.types import PlacedImage
 from msrl.verification import layerwise
 from msrl.verification.agreement import Agreement, compare_logits
 from msrl.verification.bits import compare, find_unequal_copies
+from msrl.verification.images import image_prompts
 from msrl.verification.logits import LogitSource
-from msrl.verification.pictures import picture_prompts
 from msrl.verification.tolerance import MAX_DIVERGENCE, family_tolerance
 
 _NUM_DRAWS, _MAX_TOKENS = 2, 32
@@ -112,7 +112,7 @@ def checks(
     if not in_memory:
         print("The model does not fit into memory: computing its logits layer by layer")
     elif source.shape.vision is not None:
-        samples = _with_pictures(samples, source.shape, _layout(load, save))
+        samples = _with_images(samples, source.shape, _layout(load, save))
     logits = LogitSource(platform, samples.token_ids, in_memory, samples.images)
     description = "transformers, Megatron"
     if convert.command == "gguf2hf":
@@ -278,7 +278,7 @@ def _not_compared(shape: Shape) -> Check:
 
 @dataclass(frozen=True, slots=True)
 class Samples:
-    """Token ids for the comparison, a description of their origin, and pictures of each row."""
+    """Token ids for the comparison, a description of their origin, and images of each row."""
 
     token_ids: list[list[int]]
     origin: str
@@ -297,17 +297,17 @@ def sample_tokens(shape: Shape, hf_dir: Path) -> Samples:
     )
 
 
-def _with_pictures(samples: Samples, shape: Shape, layout: ParallelLayout) -> Samples:
-    """Return the samples with prompts that have two pictures each.
+def _with_images(samples: Samples, shape: Shape, layout: ParallelLayout) -> Samples:
+    """Return the samples with prompts that have two images each.
 
-    They are unchanged if Megatron cannot compute pictures in the parallel layout.
+    They are unchanged if Megatron cannot compute images in the parallel layout.
     """
-    prompts = picture_prompts(shape)
+    prompts = image_prompts(shape)
     if not prompts or not has_deepstack_on_first_stage(shape, layout):
-        return replace(samples, origin=f"{samples.origin}, none with pictures")
+        return replace(samples, origin=f"{samples.origin}, none with images")
     return Samples(
         [*samples.token_ids, *(prompt.token_ids for prompt in prompts)],
-        f"{samples.origin}, {len(prompts)} prompts with two pictures each",
+        f"{samples.origin}, {len(prompts)} prompts with two images each",
         (*[()] * len(samples.token_ids), *(prompt.images for prompt in prompts)),
     )
 

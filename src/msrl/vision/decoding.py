@@ -1,6 +1,6 @@
-"""Checks of picture files in a separate process with limits of memory and time.
+"""Checks of image files in a separate process with limits of memory and time.
 
-Pictures are files of strangers, and decoders are C code. Each process that checks pictures has one
+Images are files of strangers, and decoders are C code. Each process that checks images has one
 such process, which it starts when it needs it.
 """
 
@@ -17,14 +17,14 @@ from msrl.vision.errors import ImageError
 
 
 class DecodingLimits(NamedTuple):
-    """Limits of one picture: CPU time, and memory beyond the size of the process."""
+    """Limits of one image: CPU time, and memory beyond the size of the process."""
 
     time_s: float = 30.0  # 89 million pixels take seconds
     memory_bytes: int = 2 << 30
 
 
 class CheckedImage(NamedTuple):
-    """A picture file that can be used: its size in pixels, as it is shown, and its format."""
+    """An image file that can be used: its size in pixels, as it is shown, and its format."""
 
     height: int
     width: int
@@ -32,16 +32,16 @@ class CheckedImage(NamedTuple):
 
 
 LIMITS = DecodingLimits()
-_ATTEMPTS = 3  # with a picture whose process is killed from outside
+_ATTEMPTS = 3  # with an image whose process is killed from outside
 
 
 def check_images(
     files: Sequence[bytes], *, must_decode: bool = True
 ) -> list[CheckedImage | ImageError]:
-    """Return the size of each picture, or why it cannot be used.
+    """Return the size of each image, or why it cannot be used.
 
     Args:
-        files: Encoded pictures.
+        files: Encoded images.
         must_decode: Decode all pixels; otherwise only the headers are read, and a truncated file
             passes. A PNG file is always decoded, as its EXIF may follow the pixels.
     """
@@ -70,8 +70,8 @@ def check_images(
 _LOCK = threading.Lock()
 
 
-class _Process(LimitedProcess):
-    """A process that checks pictures."""
+class _ImageChecker(LimitedProcess):
+    """Process that checks images."""
 
     def end(self) -> int:
         """End the process and return its exit code."""
@@ -80,13 +80,13 @@ class _Process(LimitedProcess):
 
 
 @lru_cache(maxsize=1)
-def _process(pid: int, limits: DecodingLimits) -> _Process:
+def _process(pid: int, limits: DecodingLimits) -> _ImageChecker:
     """Return the process of process `pid`, since a fork needs another one than its parent."""
-    return _Process("msrl.vision.decoding_process", limits)
+    return _ImageChecker("msrl.vision.decoding_process", limits)
 
 
 def _failure(code: int) -> ImageError:
-    """Return why a picture ended the process that checked it."""
+    """Return why an image ended the process that checked it."""
     if is_late(code):
         problem = f"takes longer than {LIMITS.time_s:g} s to decode. Replace the file."
         return ImageError("hostile image", problem)

@@ -1,9 +1,9 @@
-"""Process that checks pictures, started by `decoding.py`.
+"""Process that checks images, started by `decoding.py`.
 
     python -m msrl.vision.decoding_process FD
 
 FD is the number of a connection. The process receives a `DecodingLimits`, then requests: whether
-pictures are decoded, and their files. It answers with a `CheckedImage` or an `ImageError` for each
+images are decoded, and their files. It answers with a `CheckedImage` or an `ImageError` for each
 file. The process ends with its input.
 """
 
@@ -21,7 +21,7 @@ from msrl.vision.pixels import check_image, image_form, image_size, load_decoder
 
 
 def main() -> None:
-    """Check pictures until the input ends."""
+    """Check images until the input ends."""
     leave_signals_to_parent()
     connection = Connection(int(sys.argv[1]))
     limits: DecodingLimits = connection.recv()

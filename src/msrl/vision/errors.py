@@ -1,4 +1,4 @@
-"""Errors of single pictures."""
+"""Errors of single images."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from msrl.errors import MsrlError
 
 
 class ImageError(MsrlError):
-    """A picture that cannot be used. `reason` is the same for all pictures with the problem."""
+    """An image that cannot be used. `reason` is the same for all images with the problem."""
 
     def __init__(self, reason: str, problem: str) -> None:
         self.reason, self.problem = reason, problem

@@ -1,7 +1,7 @@
-"""Pixels of pictures: encoded file, resized picture, patches.
+"""Pixels of images: encoded file, resized image, patches.
 
-H and W are the sides of a resized picture in pixels, C its channels (3), T the frames of a patch, P
-its side, and N the number of patches. Pillow is imported where a picture is decoded.
+H and W are the sides of a resized image in pixels, C its channels (3), T the frames of a patch, P
+its side, and N the number of patches. Pillow is imported where an image is decoded.
 """
 
 from __future__ import annotations
@@ -36,15 +36,17 @@ _TURNS = {
     8: "ROTATE_90",
 }
 # Errors of Pillow's decoders for damaged files. Those of C code are among them.
-_DAMAGED = (OSError, ValueError, SyntaxError, TypeError, ArithmeticError, LookupError)
-_DAMAGED = (*_DAMAGED, AttributeError, AssertionError, NotImplementedError, RuntimeError)
+_DAMAGED = (
+    *(OSError, ValueError, SyntaxError, TypeError, ArithmeticError, LookupError),
+    *(AttributeError, AssertionError, RuntimeError),
+)
 
 
 def image_size(data: bytes) -> tuple[int, int]:
-    """Return the height and width of a picture in pixels, as it is shown, from its header.
+    """Return the height and width of an image in pixels, as it is shown, from its header.
 
     Raises:
-        ImageError: The file is no picture of a supported format, or has too many pixels.
+        ImageError: The file is no image of a supported format, or has too many pixels.
     """
     return _shown_size(_open(data))
 
@@ -52,14 +54,14 @@ def image_size(data: bytes) -> tuple[int, int]:
 def decode_image(
     data: bytes, settings: VisionSettings, grid: Grid | None = None
 ) -> NDArray[np.uint8]:
-    """Return the resized picture [H, W, C] of an encoded file (JPEG, PNG, WebP, BMP or GIF).
+    """Return the resized image [H, W, C] of an encoded file (JPEG, PNG, WebP, BMP or GIF).
 
     EXIF's orientation is applied, other color modes become RGB, and transparency is dropped. Of an
-    animation, the first frame is read. The picture has the size of `grid`, by default the one that
+    animation, the first frame is read. The image has the size of `grid`, by default the one that
     the limits of the settings give.
 
     Raises:
-        ImageError: The file is damaged or no picture of a supported format, has too many or too few
+        ImageError: The file is damaged or no image of a supported format, has too many or too few
             pixels, or is too long.
     """
     image = _rgb(_open(data))
@@ -72,10 +74,10 @@ def decode_image(
 
 
 def check_image(data: bytes) -> tuple[int, int]:
-    """Decode a picture and return its height and width in pixels, as it is shown.
+    """Decode an image and return its height and width in pixels, as it is shown.
 
     Raises:
-        ImageError: The file is damaged or no picture of a supported format, or has too many pixels.
+        ImageError: The file is damaged or no image of a supported format, or has too many pixels.
     """
     image = _open(data)
     try:
@@ -92,7 +94,7 @@ def load_decoders() -> None:
 
 
 def image_form(data: bytes) -> str | None:
-    """Return the format of a picture file by its first bytes, or None for other files."""
+    """Return the format of an image file by its first bytes, or None for other files."""
     starts = {b"\xff\xd8\xff": "JPEG", b"\x89PNG\r\n\x1a\n": "PNG", b"BM": "BMP", b"GIF8": "GIF"}
     if data[:4] == b"RIFF" and data[8:12] == b"WEBP":
         return "WEBP"
@@ -103,7 +105,7 @@ def cut_patches(
     pixels: NDArray[Any],  # [H, W, C]
     settings: VisionSettings,
 ) -> NDArray[Any]:
-    """Return the patches [N, C * T * P * P] of a resized picture, without normalization.
+    """Return the patches [N, C * T * P * P] of a resized image, without normalization.
 
     Patches of one merged square follow each other, as the vision tower expects them.
     """
@@ -123,7 +125,7 @@ def patches_of(
     pixels: NDArray[np.uint8],  # [H, W, C]
     settings: VisionSettings,
 ) -> NDArray[np.float32]:
-    """Return the normalized patches [N, C * T * P * P] of a resized picture."""
+    """Return the normalized patches [N, C * T * P * P] of a resized image."""
     values = np.stack(
         [levels[pixels[..., channel]] for channel, levels in enumerate(_levels(settings))], -1
     )
@@ -153,7 +155,7 @@ def _pillow() -> Any:
 
 
 def _open(data: bytes) -> Image:
-    """Return a picture whose header is read. Raises ImageError if it cannot be used."""
+    """Return an image whose header is read. Raises ImageError if it cannot be used."""
     pillow = _pillow()
     try:
         image: Image = pillow.open(io.BytesIO(data), formats=FORMATS)
@@ -172,7 +174,7 @@ def _open(data: bytes) -> Image:
 
 
 def _shown_size(image: Image) -> tuple[int, int]:
-    """Return the height and width of a picture after the turn that EXIF asks for."""
+    """Return the height and width of an image after the turn that EXIF asks for."""
     width, height = image.size
     try:
         orientation = image.getexif().get(_ORIENTATION)
@@ -182,7 +184,7 @@ def _shown_size(image: Image) -> tuple[int, int]:
 
 
 def _rgb(image: Image) -> Image:
-    """Decode a picture, turn it as EXIF says and convert it to RGB."""
+    """Decode an image, turn it as EXIF says and convert it to RGB."""
     transpose = _pillow().Transpose
     try:
         image.load()

@@ -36,19 +36,19 @@ _FIXED = {
 
 @dataclass(frozen=True, slots=True)
 class VisionSettings:
-    """How a picture becomes patches and tokens. Numbers of pixels hold after resizing.
+    """How an image becomes patches and tokens. Numbers of pixels hold after resizing.
 
     Attributes:
         patch_size: Side of a patch in pixels.
-        temporal_patch_size: Frames of a patch, which repeat the picture.
+        temporal_patch_size: Frames of a patch, which repeat the image.
         merge_size: Side, in patches, of the square that becomes one token.
-        min_pixels: Smallest number of pixels of a resized picture.
-        max_pixels: Largest number of pixels of a resized picture.
+        min_pixels: Smallest number of pixels of a resized image.
+        max_pixels: Largest number of pixels of a resized image.
         image_mean: Mean of each channel, of values from 0 to 1.
         image_std: Standard deviation of each channel.
         resample: Filter of Pillow by its number; 3 is bicubic.
-        image_token_id: Token that stands for a square of patches.
-        vision_start_token_id: Token before the image tokens of a picture.
+        image_token_id: Token that represents a square of patches.
+        vision_start_token_id: Token before the image tokens of an image.
         vision_end_token_id: Token after them.
     """
 
@@ -66,8 +66,13 @@ class VisionSettings:
 
     @property
     def factor(self) -> int:
-        """Sides of a resized picture are multiples of this number of pixels."""
+        """Sides of a resized image are multiples of this number of pixels."""
         return self.patch_size * self.merge_size
+
+    @property
+    def max_tokens(self) -> int:
+        """Tokens of the largest image."""
+        return self.max_pixels // self.factor**2
 
     def with_limits(self, min_pixels: int | None, max_pixels: int | None) -> VisionSettings:
         """Return the settings with other limits of pixels; None keeps a limit.
@@ -200,7 +205,7 @@ def _check_processor(processor: HfConfig) -> None:
 
 
 def _limits(processor: HfConfig) -> tuple[int, int]:
-    """Return the smallest and the largest number of pixels of a resized picture."""
+    """Return the smallest and the largest number of pixels of a resized image."""
     values = processor.values
     size = _inner(processor, "size") if values.get("size") is not None else HfConfig({}, "")
     limits: list[int] = []
@@ -258,7 +263,7 @@ def _token(config: HfConfig, key: str) -> int:
 
 
 def _check_tower(processor: HfConfig, settings: VisionSettings, tower: HfConfig) -> None:
-    """Refuse a processor that cuts other patches than the tower reads."""
+    """Refuse a processor whose patches differ from the tower's."""
     read = {
         "patch_size": "patch_size",
         "temporal_patch_size": "temporal_patch_size",

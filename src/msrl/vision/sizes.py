@@ -1,4 +1,4 @@
-"""Sizes of pictures in pixels, patches and tokens.
+"""Sizes of images in pixels, patches and tokens.
 
 The rule is `smart_resize` of transformers' Qwen2-VL image processor: sides are multiples of
 `patch_size * merge_size`, the number of pixels lies within the limits, and the aspect ratio changes
@@ -17,10 +17,10 @@ MAX_RATIO = 200
 
 
 def resized_size(height: int, width: int, settings: VisionSettings) -> tuple[int, int]:
-    """Return the height and width, in pixels, to which a picture is resized.
+    """Return the height and width, in pixels, to which an image is resized.
 
     Raises:
-        ImageError: The picture is too long or too small.
+        ImageError: The image is too long or too small.
     """
     factor = settings.factor
     if height < 1 or width < 1 or height * width < factor:
@@ -48,16 +48,16 @@ def resized_size(height: int, width: int, settings: VisionSettings) -> tuple[int
 
 
 def grid_of(height: int, width: int, settings: VisionSettings) -> Grid:
-    """Return frames (1), rows and columns, in patches, of a picture of this size in pixels.
+    """Return frames (1), rows and columns, in patches, of an image of this size in pixels.
 
     Raises:
-        ImageError: The picture is too long or too small.
+        ImageError: The image is too long or too small.
     """
     rows, columns = resized_size(height, width, settings)
     return 1, rows // settings.patch_size, columns // settings.patch_size
 
 
 def image_tokens(grid: Grid, merge_size: int) -> int:
-    """Return the number of image tokens of a picture."""
+    """Return the number of image tokens of an image."""
     frames, rows, columns = grid
     return frames * rows * columns // merge_size**2

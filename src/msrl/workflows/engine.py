@@ -73,7 +73,7 @@ def engine_settings(
 def data_images(plan: RunPlan) -> EngineImages | None:
     """Return the limits of an engine for the images of a run's data; None without images.
 
-    Each picture has the size of its data; the limits are those of the data with the largest ones.
+    Each image has the size of its data; the limits are those of the data with the largest ones.
     """
     manifests = [dataset.manifest for dataset in plan.datasets.values()]
     visions = [from_json(each.vision) for each in manifests if each is not None and each.vision]
@@ -81,7 +81,7 @@ def data_images(plan: RunPlan) -> EngineImages | None:
         return None
     largest = max(visions, key=lambda vision: vision.max_pixels)
     smallest = min(vision.min_pixels // vision.factor**2 for vision in visions)
-    # Two more tokens enclose the tokens of a picture.
+    # Two more tokens enclose the tokens of an image.
     longest = max(each.max_tokens for each in manifests if each is not None)
     return EngineImages(max(1, longest // (max(smallest, 1) + 2)), largest)
 

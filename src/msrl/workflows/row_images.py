@@ -21,17 +21,14 @@ _MAX_ROWS = 32  # of a batch, whose images are in memory together
 _KEYS = ("min_pixels", "max_pixels", "max_images", "image_root")
 
 
-def model_images(
-    tokenizer: TextTokenizer, *, min_pixels: int | None = None, max_pixels: int | None = None
-) -> ImageSettings:
+def model_images(tokenizer: TextTokenizer) -> ImageSettings:
     """Return how images are read for the model that a tokenizer belongs to.
 
     Raises:
         MsrlError: The model reads no images, or its files do not say how.
     """
     vision = read_vision_settings(Path(tokenizer.folder))
-    images = image_settings(vision, tokenizer.backend.id_to_token)
-    return replace(images, vision=vision.with_limits(min_pixels, max_pixels))
+    return image_settings(vision, tokenizer.backend.id_to_token)
 
 
 def make_image_settings(

@@ -1,6 +1,6 @@
-"""Small random vision-language models, rows with pictures, and transformers' loss of them.
+"""Small random vision-language models, rows with images, and transformers' loss of them.
 
-Pictures are PNG files of random colors. Every part of the towers matters: several windows,
+Images are PNG files of random colors. Every part of the towers matters: several windows,
 positions between the entries of a table, and two deeper layers.
 """
 
@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import hashlib
-import io
 import json
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,15 +15,13 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
 import families
 from families import FAMILIES
 from msrl.algorithms.packing import Sequences
 from msrl.types import Bools, Image, Ints, PlacedImage
-from msrl.vision.pixels import decode_image, patches_of
 from msrl.vision.settings import read_vision_settings
-from msrl.vision.sizes import grid_of, image_tokens
+from vision_models import encoded, image_arguments, interleave, processor
 
 CHANGES = {
     "qwen2-vl": {},
@@ -47,28 +43,19 @@ def config(name: str) -> dict[str, Any]:
 def save_model(folder: Path, name: str) -> Path:
     """Save a model with the settings of its image processor."""
     families.save_model(folder, config(name))
-    size = config(name)["vision_config"]["patch_size"]
-    processor = {
-        "image_processor_type": "Qwen2VLImageProcessor", "patch_size": size, "merge_size": 2,
-        "temporal_patch_size": 2, "min_pixels": 4 * size**2, "max_pixels": 400 * size**2,
-        "image_mean": [0.5, 0.4, 0.3], "image_std": [0.2, 0.3, 0.4], "resample": 3,
-    }  # fmt: skip
-    (folder / "preprocessor_config.json").write_text(json.dumps(processor))
+    settings = processor(config(name)["vision_config"]["patch_size"], min_tokens=1)
+    (folder / "preprocessor_config.json").write_text(json.dumps(settings))
     return folder
 
 
 def picture(folder: Path, seed: int, rows: int, columns: int) -> Image:
-    """Return a picture that is `rows` x `columns` image tokens large."""
+    """Return an image that is `rows` x `columns` image tokens large."""
     from PIL import Image as Pillow
 
     settings = read_vision_settings(folder)
     draw = np.random.default_rng(seed)
     sides = [2 * settings.patch_size * size for size in (rows, columns)]
-    pixels = draw.integers(0, 256, (*sides, 3), dtype=np.uint8)
-    file = io.BytesIO()
-    Pillow.fromarray(pixels).save(file, "PNG")
-    data = file.getvalue()
-    return Image(hashlib.sha256(data).hexdigest(), grid_of(*sides, settings), data)
+    return encoded(folder, Pillow.fromarray(draw.integers(0, 256, (*sides, 3), dtype=np.uint8)))
 
 
 @dataclass(frozen=True)
@@ -79,24 +66,18 @@ class Row:
 
 
 def make_row(seed: int, texts: list[int], images: list[Image], answer: int) -> Row:
-    """Return a row of texts of these lengths with pictures between them, and a trained answer."""
+    """Return a row of texts of these lengths with images between them, and a trained answer."""
     draw = np.random.default_rng(seed)
-    ids, placed = list[int](), list[PlacedImage]()
-    for number, length in enumerate(texts):
-        ids += draw.integers(0, START, length).tolist()
-        if number < len(images):
-            ids.append(START)
-            placed.append(PlacedImage(len(ids), images[number]))
-            ids += [TOKEN] * image_tokens(images[number].grid, 2) + [END]
-    mask = np.arange(len(ids)) >= len(ids) - answer
-    return Row(np.array(ids, np.int64), mask, tuple(placed))
+    drawn = [draw.integers(0, START, length).tolist() for length in texts]
+    ids, placed = interleave(drawn, images, START, TOKEN, END)
+    return Row(ids, np.arange(len(ids)) >= len(ids) - answer, placed)
 
 
 @functools.cache
 def rows(folder: Path) -> tuple[Row, ...]:
-    """Return rows with one picture, none, two, equal tokens with different pictures, and samples.
+    """Return rows with one image, none, two, equal tokens with different images, and samples.
 
-    The last three rows share a prompt, and two of them a picture.
+    The last three rows share a prompt, and two of them an image.
     """
     wide, high, small, other = (
         picture(folder, seed, *size) for seed, size in enumerate([(2, 3), (5, 2), (1, 1), (2, 3)])
@@ -149,7 +130,7 @@ def reference(folder: Path) -> Reference:
     )
     total, logits = torch.zeros(()), list[np.ndarray]()
     for row in rows(folder):
-        output = model(torch.from_numpy(row.token_ids)[None], **picture_inputs(folder, row))
+        output = model(torch.from_numpy(row.token_ids)[None], **image_arguments(folder, row))
         logits.append(output.logits[0].detach().numpy())
         logprobs = output.logits[0, :-1].log_softmax(-1)
         labels, trained = (torch.from_numpy(x[1:]) for x in (row.token_ids, row.loss_mask))
@@ -161,20 +142,6 @@ def reference(folder: Path) -> Reference:
         for name, parameter in model.named_parameters()
     }
     return Reference(tuple(logits), loss.item(), gradients)
-
-
-def picture_inputs(folder: Path, row: Row) -> dict[str, Tensor]:
-    """Return the arguments of transformers' models for the pictures of a row."""
-    settings = read_vision_settings(folder)
-    kinds = torch.from_numpy(np.isin(row.token_ids, TOKEN).astype(np.int64))[None]
-    if not row.images:
-        return {"mm_token_type_ids": kinds}
-    patches = [patches_of(decode_image(x.image.data, settings), settings) for x in row.images]
-    return {
-        "mm_token_type_ids": kinds,
-        "pixel_values": torch.from_numpy(np.concatenate(patches)),
-        "image_grid_thw": torch.tensor([placed.image.grid for placed in row.images]),
-    }
 
 
 def _file_name(name: str, architecture: str) -> str:

@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 
 import families
 from families import FAMILIES
-from msrl.types import Floats, Image, PlacedImage, Prompt
+from msrl.types import Floats, Image, Ints, PlacedImage, Prompt
 from msrl.vision.pixels import decode_image, patches_of
 from msrl.vision.settings import read_vision_settings
 from msrl.vision.sizes import grid_of, image_tokens
@@ -59,14 +59,14 @@ def config(name: str) -> dict[str, Any]:
     return values
 
 
-def processor(patch_size: int) -> dict[str, Any]:
-    """Return the settings of an image processor; pictures have 4 to 100 tokens."""
+def processor(patch_size: int, *, min_tokens: int = 4) -> dict[str, Any]:
+    """Return the settings of an image processor; images have at most 100 tokens."""
     return {
         "image_processor_type": "Qwen2VLImageProcessor",
         "patch_size": patch_size,
         "merge_size": 2,
         "temporal_patch_size": 2,
-        "min_pixels": 16 * patch_size**2,
+        "min_pixels": 4 * min_tokens * patch_size**2,
         "max_pixels": 400 * patch_size**2,
         "image_mean": [0.5, 0.4, 0.3],
         "image_std": [0.2, 0.3, 0.4],
@@ -93,33 +93,48 @@ def save_model(folder: Path, name: str, seed: int = 0) -> Path:
 
 
 def picture(folder: Path, seed: int, height: int, width: int) -> Image:
-    """Return a picture of random colors, which the model resizes."""
+    """Return an image of random colors, which the model resizes."""
     from PIL import Image as Pillow
 
     colors = np.random.default_rng(seed).integers(0, 256, (8, 8, 3), dtype=np.uint8)
+    smooth = Pillow.fromarray(colors).resize((width, height), Pillow.Resampling.BICUBIC)
+    return encoded(folder, smooth)
+
+
+def encoded(folder: Path, image: Any) -> Image:
+    """Return an image of Pillow as a PNG file, with its size in patches."""
     file = io.BytesIO()
-    Pillow.fromarray(colors).resize((width, height), Pillow.Resampling.BICUBIC).save(file, "PNG")
+    image.save(file, "PNG")
     data = file.getvalue()
-    grid = grid_of(height, width, read_vision_settings(folder))
+    grid = grid_of(image.height, image.width, read_vision_settings(folder))
     return Image(hashlib.sha256(data).hexdigest(), grid, data)
 
 
-def make_prompt(seed: int, texts: Sequence[int], images: Sequence[Image], index: int = 0) -> Prompt:
-    """Return a prompt of random texts of these lengths with pictures between them."""
-    draw = np.random.default_rng(seed)
+def interleave(
+    texts: Sequence[Sequence[int]], images: Sequence[Image], start: int, token: int, end: int
+) -> tuple[Ints, tuple[PlacedImage, ...]]:
+    """Return the tokens of texts with images between them, and the images' places."""
     ids, placed = list[int](), list[PlacedImage]()
-    for number, length in enumerate(texts):
-        ids += draw.integers(8, 264, length).tolist()
+    for number, text in enumerate(texts):
+        ids += text
         if number < len(images):
-            ids.append(IDS["vision_start_token_id"])
+            ids.append(start)
             placed.append(PlacedImage(len(ids), images[number]))
-            ids += [IDS["image_token_id"]] * image_tokens(images[number].grid, 2)
-            ids.append(IDS["vision_end_token_id"])
-    return Prompt(index, np.array(ids, np.int64), images=tuple(placed))
+            ids += [token] * image_tokens(images[number].grid, 2) + [end]
+    return np.array(ids, np.int64), tuple(placed)
+
+
+def make_prompt(seed: int, texts: Sequence[int], images: Sequence[Image], index: int = 0) -> Prompt:
+    """Return a prompt of random texts of these lengths with images between them."""
+    draw = np.random.default_rng(seed)
+    drawn = [draw.integers(8, 264, length).tolist() for length in texts]
+    tokens = (IDS[f"{name}_token_id"] for name in ("vision_start", "image", "vision_end"))
+    ids, placed = interleave(drawn, images, *tokens)
+    return Prompt(index, ids, images=placed)
 
 
 def prompts(folder: Path) -> list[Prompt]:
-    """Return prompts with one picture, none, two, and equal tokens with two different pictures."""
+    """Return prompts with one image, none, two, and equal tokens with two different images."""
     wide, high, small, other = (
         picture(folder, seed, *size)
         for seed, size in enumerate([(84, 112), (140, 60), (100, 100), (84, 112)])
@@ -142,14 +157,14 @@ def logprobs(folder: Path, rows: Sequence[Prompt]) -> list[Floats]:
     for row in rows:
         ids = torch.from_numpy(row.token_ids)[None]
         with torch.inference_mode():
-            logits = model(input_ids=ids, **_picture_arguments(folder, row)).logits[0]
+            logits = model(input_ids=ids, **image_arguments(folder, row)).logits[0]
         chosen = logits[:-1].double().log_softmax(-1).gather(1, ids[0, 1:, None])[:, 0]
         results.append(chosen.float().numpy())
     return results
 
 
-def _picture_arguments(folder: Path, row: Prompt) -> dict[str, Any]:
-    """Return the arguments of transformers' models for the pictures of a prompt."""
+def image_arguments(folder: Path, row: Any) -> dict[str, Any]:
+    """Return the arguments of transformers' models for the images of a row with `token_ids`."""
     import torch
 
     vision = read_vision_settings(folder)

@@ -340,7 +340,7 @@ def frozen_lake(**options: Any) -> Any:
 
 
 def sokoban(**options: Any) -> Any:
-    """Return ROLL's environment of Sokoban, which draws no pictures here."""
+    """Return ROLL's environment of Sokoban, which draws no images here."""
     return _sokoban_class()(**options)
 
 

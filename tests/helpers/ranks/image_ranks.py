@@ -1,4 +1,4 @@
-"""Rank code of the tests of pictures: logits, loss and gradients of a model in several layouts.
+"""Rank code of the tests of images: logits, loss and gradients of a model in several layouts.
 
 Rank processes import it by name (`image_ranks:main`) after `platform.prepare()`.
 """

@@ -1,4 +1,4 @@
-"""A vLLM engine with pictures: transformers' log-probabilities, new weights, and refusals."""
+"""A vLLM engine with images: transformers' log-probabilities, new weights, and refusals."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def _assert_equal(scores: list[np.ndarray], expected: list[np.ndarray]) -> None:
 
 
 def test_new_weights_give_the_logprobs_of_transformers(running: Running) -> None:
-    """Score pictures before and after an update, whose features and keys were cached."""
+    """Score images before and after an update, whose features and keys were cached."""
     rows = vision_models.prompts(running.folder)
     for seed, folder in enumerate((running.folder, running.other, running.folder)):
         if seed:
@@ -99,7 +99,7 @@ def test_generated_tokens_have_the_logprobs_of_transformers(running: Running) ->
     first, second = (group[3].completions[0].logprobs for group in (groups[0], groups[1]))
     other = groups[0][4].completions[0].logprobs
     np.testing.assert_allclose(first, second, rtol=0, atol=1e-5)
-    assert np.abs(first[0] - other[0]) > 1e-3, "equal tokens with another picture"
+    assert np.abs(first[0] - other[0]) > 1e-3, "equal tokens with another image"
 
 
 def test_running_requests_with_pictures_are_recomputed(running: Running) -> None:

@@ -1,4 +1,4 @@
-"""Training on pictures equals transformers in every layout: logits, loss and all gradients."""
+"""Training on images equals transformers in every layout: logits, loss and all gradients."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MODELS = tuple(image_models.CHANGES)
 # Relative to the largest number of a tensor. transformers rounds delta networks in another order.
 TOLERANCES = {"qwen3.5": 5e-5}
 ULYSSES = {"cp_algo": "ulysses", "head_ranks": 2}
-# One rank without a picture, and ranks with unequal numbers of pictures
+# One rank without an image, and ranks with unequal numbers of images
 UNEQUAL, WITHOUT = (((0, 1, 2), (3,)), ((4, 5, 6),)), (((0,), (2, 3, 4, 5, 6)), ((1,),))
 LAYOUTS: dict[str, dict[str, Any]] = {
     "one rank": {},
@@ -35,7 +35,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "dp2": {"batches": UNEQUAL},
     "dp2 text": {"batches": WITHOUT},
 }
-# Steps with overlapped reduction, whose last micro-batches have pictures on some ranks or none
+# Steps with overlapped reduction, whose last micro-batches have images on some ranks or none
 OVERLAPPED: dict[str, dict[str, Any]] = {
     "text last": {"batches": (((0, 2, 3, 4, 5, 6), (1,)),), "earlier": (((1,),),)},
     "text first": {"batches": (((1,), (0, 2, 3, 4, 5, 6)),), "earlier": (((1,), (0,)),)},

@@ -30,7 +30,7 @@ CHANGES = {
 
 
 def config(name: str) -> dict[str, Any]:
-    """Return a config whose pictures have several windows and positions between entries."""
+    """Return a config whose images have several windows and positions between entries."""
     values = copy.deepcopy(FAMILIES[name].config)
     values["vision_config"] |= CHANGES[name]
     return values
@@ -92,7 +92,7 @@ def test_a_picture_has_the_same_features_beside_others(name: str) -> None:
 def test_pictures_have_the_size_of_the_data_whatever_the_limits_of_the_model(
     tmp_path: Path,
 ) -> None:
-    """A grid of 4 x 8 patches halves a picture of 8 x 16 patches, as Pillow does."""
+    """A grid of 4 x 8 patches halves an image of 8 x 16 patches, as Pillow does."""
     from PIL import Image as Pillow
 
     folder = image_models.save_model(tmp_path / "model", "qwen2-vl")

@@ -1,4 +1,4 @@
-"""Prompts with pictures in train-grpo: sequences of a step, a run and refusals."""
+"""Prompts with images in train-grpo: sequences of a step, a run and refusals."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from vision_folders import encoded, picture
 
 @pytest.fixture(scope="module")
 def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a folder with a model, and prompts of which every second one has a picture."""
+    """Return a folder with a model, and prompts of which every second one has an image."""
     folder = tmp_path_factory.mktemp("grpo")
     model = vision_models.save_model(folder / "model", "qwen2.5-vl")
     rows: list[dict[str, Any]] = []

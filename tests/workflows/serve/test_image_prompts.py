@@ -1,4 +1,4 @@
-"""Rows with images in `msrl generate`, and pictures in `msrl chat`, without an engine."""
+"""Rows with images in `msrl generate`, and images in `msrl chat`, without an engine."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from support import assert_mentions, mentions
 from tiny_qwen2 import make_tokenizer
 from vision_folders import encoded, picture, write_vision_model
 
-IMAGE_TOKEN, TOKENS = 6, 12  # of a picture of 112 x 84 pixels: 4 x 3
+IMAGE_TOKEN, TOKENS = 6, 12  # of an image of 112 x 84 pixels: 4 x 3
 SAMPLING = SamplingParams(max_tokens=4)
 
 
@@ -137,7 +137,7 @@ def _conversation(text: str):
 def test_a_picture_that_cannot_be_read_is_named_and_the_chat_continues(
     folder: Path, renderer: Renderer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / "text.png").write_text("no picture")
+    (tmp_path / "text.png").write_text("no image")
     (tmp_path / "long.png").write_bytes(encoded(picture(2000, 5)))
     engine = _Echo()
     lines = ["/image", *(f"/image {tmp_path / name}" for name in ("none", "text.png", "long.png"))]

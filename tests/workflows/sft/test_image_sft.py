@@ -1,4 +1,4 @@
-"""msrl train-sft and train-dpo on rows with pictures."""
+"""msrl train-sft and train-dpo on rows with images."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def picture_url(color: str, width: int) -> str:
-    """Return a picture of one color as a data URL."""
+    """Return an image of one color as a data URL."""
     from PIL import Image
 
     pixels = np.full((56, width, 3), COLORS[color], np.uint8)
@@ -44,14 +44,14 @@ def picture_url(color: str, width: int) -> str:
 
 
 def question(color: str, width: int) -> dict[str, Any]:
-    """Return a user turn, whose text is the same for all pictures."""
+    """Return a user turn, whose text is the same for all images."""
     image = {"type": "image_url", "image_url": {"url": picture_url(color, width)}}
     return {"role": "user", "content": [image, {"type": "text", "text": "color?"}]}
 
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory, model: Path) -> dict[str, str]:
-    """Return prefixes of rows with pictures, of text, and of pairs with pictures."""
+    """Return prefixes of rows with images, of text, and of pairs with images."""
     folder, prefixes = tmp_path_factory.mktemp("data"), dict[str, str]()
     shown = [(color, width) for width in (56, 84) for color in COLORS] * 2
     answers = [(question(*each), {"role": "assistant", "content": each[0]}) for each in shown]
@@ -118,7 +118,7 @@ def changed(model: Path, export: Path) -> set[str]:
 def test_answers_that_only_pictures_decide_are_learned_by_language_model_and_tower(
     tmp_path: Path, model: Path, data: dict[str, str]
 ) -> None:
-    """Without the pictures, no loss below that of a coin per answer is possible."""
+    """Without the images, no loss below that of a coin per answer is possible."""
     vision = {"tower_lr": 1e-3, "projector_lr": 1e-3}
     losses = [
         each["train/loss"] for each in train(tmp_path, model, data["pictures"], vision=vision)

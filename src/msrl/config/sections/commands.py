@@ -194,7 +194,7 @@ class PreprocessConfig(Section):
     )
     max_pixels: Count | None = Field(
         default=None,
-        description="Largest number of pixels of a resized image. An image token stands for a "
+        description="Largest number of pixels of a resized image. An image token represents a "
         "square of 28 x 28 or 32 x 32 pixels. Default: that of the model's image processor.",
     )
     max_images: Count | None = Field(

@@ -18,6 +18,7 @@ from msrl.config.sections.base import (
     Size,
     Text,
 )
+from msrl.models.vision.tower import TrainedParts
 
 
 class UpdatesConfig(Section):
@@ -266,6 +267,11 @@ class VisionConfig(Section):
         description="Peak learning rate of the projector, which maps outputs of the vision tower "
         "to the language model, with the schedule of train.optimizer. Default: it is frozen.",
     )
+
+    @property
+    def trained(self) -> TrainedParts:
+        """Parts that have a learning rate."""
+        return TrainedParts(self.tower_lr is not None, self.projector_lr is not None)
 
 
 class TrainConfig(Section):

@@ -2,13 +2,14 @@
 
 | file | contents |
 |---|---|
-| `PREFIX_images.bin`, `.idx` | encoded pictures, each distinct one once, as sequences of bytes |
-| `PREFIX_images.jsonl` | a JSON object per picture, in the same order: `sha256`, `bytes`, `format`, `height`, `width`, `grid`, and `path` if a file had it |
-| `PREFIX_image_rows.bin`, `.idx` | per sequence of tokens, pairs of numbers: first image token, picture |
+| `PREFIX_images.bin`, `.idx` | encoded images, each distinct one once, as sequences of bytes |
+| `PREFIX_images.jsonl` | a JSON object per image, in the same order |
+| `PREFIX_image_rows.bin`, `.idx` | per sequence, pairs of numbers: first image token, image |
 
-Data with links has no `PREFIX_images.bin` and `.idx`: pictures are read from their paths. Pairs have
-two sequences per row, chosen and rejected. Data without images has none of these files.
-"""  # noqa: E501 - rows of a table
+The objects have `sha256`, `bytes`, `format`, `height`, `width` and `grid`, and `path` for links.
+Data with links has no `PREFIX_images.bin` and `.idx`: images are read from their paths. Preference
+pairs have two sequences per row, chosen and rejected. Data without images has none of these files.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ from typing import Any
 import numpy as np
 
 from msrl.checksums import file_crc32
-from msrl.data.images.load import Picture
+from msrl.data.images.load import ImageRecord
 from msrl.data.images.sources import read_image
 from msrl.data.indexed import IndexedReader, IndexedWriter
 from msrl.data.manifest import image_paths
@@ -33,7 +34,7 @@ from msrl.vision.errors import ImageError
 
 _KNOWN_LINES = 4096
 Places = tuple[tuple[int, int], ...]
-"""First image token and number of each picture of a sequence."""
+"""First image token and number of each image of a sequence."""
 
 
 class ImageWriter:
@@ -42,45 +43,45 @@ class ImageWriter:
     Args:
         folder: folder of the files.
         name: last part of the prefix.
-        is_linked: write paths in place of pictures.
+        is_linked: write paths in place of images.
     """
 
     def __init__(self, folder: Path, name: str, *, is_linked: bool) -> None:
         self.paths = image_paths(str(folder / name), is_linked=is_linked)
-        *pictures, self._lines_path, data, index = self.paths
+        *encoded, self._lines_path, data, index = self.paths
         self._rows = IndexedWriter(data, index)
-        self._pictures = IndexedWriter(pictures[0], pictures[1], np.uint8) if pictures else None
+        self._encoded = IndexedWriter(encoded[0], encoded[1], np.uint8) if encoded else None
         self._lines = self._lines_path.open("wb")
         self._numbers: dict[str, int] = {}
         self.num_rows = 0  # sequences with images
 
     @property
     def num_images(self) -> int:
-        """Number of distinct pictures."""
+        """Number of distinct images."""
         return len(self._numbers)
 
-    def add_picture(self, picture: Picture) -> int:
-        """Return the number of a picture, which is written if it is new."""
-        if picture.key in self._numbers:
-            return self._numbers[picture.key]
-        if self._pictures is not None:
-            data = np.frombuffer(picture.data, np.uint8)
-            self._pictures.add(data, np.array([len(data)], np.int32))
+    def add_image(self, record: ImageRecord) -> int:
+        """Return the number of an image, which is written if it is new."""
+        if record.key in self._numbers:
+            return self._numbers[record.key]
+        if self._encoded is not None:
+            data = np.frombuffer(record.data, np.uint8)
+            self._encoded.add(data, np.array([len(data)], np.int32))
         values: dict[str, Any] = {
-            "sha256": picture.key,
-            "bytes": picture.num_bytes,
-            "format": picture.form,
-            "height": picture.height,
-            "width": picture.width,
-            "grid": picture.grid,
+            "sha256": record.key,
+            "bytes": record.num_bytes,
+            "format": record.form,
+            "height": record.height,
+            "width": record.width,
+            "grid": record.grid,
         }
-        if self._pictures is None:
-            values["path"] = picture.path
+        if self._encoded is None:
+            values["path"] = record.path
         self._lines.write(utf8(json.dumps(values, ensure_ascii=False) + "\n"))
-        return self._numbers.setdefault(picture.key, len(self._numbers))
+        return self._numbers.setdefault(record.key, len(self._numbers))
 
     def add_rows(self, rows: Sequence[Places]) -> None:
-        """Append the places of the pictures of sequences."""
+        """Append the places of the images of sequences."""
         numbers = [number for places in rows for place in places for number in place]
         lengths = np.array([2 * len(places) for places in rows], np.int32)
         self._rows.add(np.array(numbers, np.int32), lengths)
@@ -88,7 +89,7 @@ class ImageWriter:
 
     def close(self) -> Iterator[tuple[Path, FileRecord]]:
         """Close the files. Yield the path and the record of each."""
-        writers = [writer for writer in (self._pictures, self._rows) if writer is not None]
+        writers = [writer for writer in (self._encoded, self._rows) if writer is not None]
         records = [record for writer in writers for record in writer.close()]
         self._lines.close()
         size = self._lines_path.stat().st_size
@@ -99,7 +100,7 @@ class ImageWriter:
     def abandon(self) -> None:
         """Close the files without writing indexes."""
         self._lines.close()
-        for writer in (self._pictures, self._rows):
+        for writer in (self._encoded, self._rows):
             if writer is not None:
                 writer.abandon()
 
@@ -122,11 +123,11 @@ class ImageReader:
         is_empty = not path.stat().st_size  # an empty file cannot be mapped
         self._bytes = np.zeros(0, np.uint8) if is_empty else np.memmap(path, np.uint8, mode="r")
         self._ends = np.flatnonzero(self._bytes == ord("\n"))
-        self._pictures = None
+        self._encoded = None
         if Path(f"{prefix}_images.idx").is_file():
-            self._pictures = IndexedReader(f"{prefix}_images")
-        num_pictures = len(self._ends if self._pictures is None else self._pictures)
-        if len(self._rows) != num_sequences or len(self._ends) != num_pictures:
+            self._encoded = IndexedReader(f"{prefix}_images")
+        num_encoded = len(self._ends if self._encoded is None else self._encoded)
+        if len(self._rows) != num_sequences or len(self._ends) != num_encoded:
             raise MsrlError(
                 f"{prefix}: the files of images do not fit the other files of the dataset: they "
                 "are not from the same run. Preprocess the data again."
@@ -138,7 +139,7 @@ class ImageReader:
 
     def __getitem__(self, number: int) -> tuple[PlacedImage, ...]:
         places = self._rows[number].reshape(-1, 2).tolist()
-        return tuple(PlacedImage(offset, self.image(picture)) for offset, picture in places)
+        return tuple(PlacedImage(offset, self.image(image)) for offset, image in places)
 
     @property
     def num_rows(self) -> int:
@@ -147,23 +148,23 @@ class ImageReader:
 
     @property
     def num_images(self) -> int:
-        """Number of distinct pictures."""
+        """Number of distinct images."""
         return len(self._ends)
 
     def image(self, number: int) -> Image:
-        """Return a picture by its number.
+        """Return an image by its number.
 
         Raises:
             MsrlError: the files are damaged, or a linked file has changed.
         """
         if not 0 <= number < len(self._ends):
             raise MsrlError(
-                f"{self._path}: has {len(self._ends)} pictures, but a row names picture {number}: "
+                f"{self._path}: has {len(self._ends)} images, but a row names image {number}: "
                 "the file is damaged. Copy it or preprocess the data again."
             )
         key, grid, path = self._line(number)
-        if self._pictures is not None:
-            return Image(key, grid, self._pictures[number].tobytes())
+        if self._encoded is not None:
+            return Image(key, grid, self._encoded[number].tobytes())
         return Image(key, grid, _linked(path, key))
 
     def _read_line(self, number: int) -> tuple[str, tuple[int, int, int], str]:
@@ -174,7 +175,7 @@ class ImageReader:
             return str(values["sha256"]), (frames, rows, columns), str(values.get("path"))
         except MALFORMED as error:
             raise MsrlError(
-                f"{self._path}:{number + 1}: not a picture of a dataset: {error}. Copy the file or "
+                f"{self._path}:{number + 1}: not an image of a dataset: {error}. Copy the file or "
                 "preprocess the data again."
             ) from error
 

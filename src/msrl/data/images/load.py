@@ -18,12 +18,12 @@ from msrl.vision.errors import ImageError
 from msrl.vision.settings import VisionSettings
 from msrl.vision.sizes import grid_of, image_tokens
 
-_MAX_KNOWN = 1 << 16  # pictures whose sizes a process remembers
+_MAX_KNOWN = 1 << 16  # images whose sizes a process remembers
 
 
 @dataclass(frozen=True, slots=True)
 class ImageSettings:
-    """How images of rows are read.
+    """Settings with which images of rows are read.
 
     Attributes:
         vision: Settings of the model's image processor.
@@ -31,7 +31,7 @@ class ImageSettings:
         root: Folder that relative paths begin in; None for that of the data file.
         max_images: Largest number of images of a row; None for no limit.
         is_linked: Keep paths in place of files.
-        must_decode: Decode every picture, which finds damage after the header.
+        must_decode: Decode every image, which finds damage after the header.
     """
 
     vision: VisionSettings
@@ -43,8 +43,8 @@ class ImageSettings:
 
 
 @dataclass(frozen=True, slots=True)
-class Picture:
-    """A distinct picture of a batch of rows.
+class ImageRecord:
+    """A distinct image of a batch of rows.
 
     `path` is its first file, and `data` is empty if only the path is kept.
     """
@@ -74,7 +74,7 @@ def load_images(
     conversation: Conversation,
     settings: ImageSettings,
     folder: Path,
-    pictures: MutableMapping[str, Picture],
+    image_records: MutableMapping[str, ImageRecord],
     paths: MutableMapping[str, FileState],
 ) -> Conversation:
     """Return a conversation with its images.
@@ -83,7 +83,7 @@ def load_images(
         conversation: Conversation whose messages have the sources of images.
         settings: Settings of images.
         folder: Folder of the data file.
-        pictures: Distinct pictures by key, to which those of the conversation are added.
+        image_records: Distinct images by key, to which those of the conversation are added.
         paths: States of files by path, to which those of its files are added.
 
     Raises:
@@ -110,7 +110,7 @@ def load_images(
                 f"image {number}: cannot be linked: the row contains it. Use preprocess.images="
                 "embed."
             )
-    images = tuple(_checked(files, settings, pictures))
+    images = tuple(_checked(files, settings, image_records))
     for file, image in zip(files, images, strict=True):
         if file.path is not None:
             state = FileState(len(file.data), file.modified_ns, image.key)
@@ -138,7 +138,9 @@ def changed_file(states: Mapping[str, FileState]) -> str | None:
 
 
 def _checked(
-    files: Sequence[ImageFile], settings: ImageSettings, pictures: MutableMapping[str, Picture]
+    files: Sequence[ImageFile],
+    settings: ImageSettings,
+    image_records: MutableMapping[str, ImageRecord],
 ) -> list[Image]:
     """Return the images of files. Raises MsrlError for the first one that cannot be used."""
     keys = [hashlib.sha256(file.data).hexdigest() for file in files]
@@ -160,19 +162,19 @@ def _checked(
             grid = grid_of(checked.height, checked.width, settings.vision)
         except ImageError as error:
             raise _located(error, number, file.path) from error
-        if key not in pictures:
-            pictures[key] = _picture(key, file, checked, grid, settings)
+        if key not in image_records:
+            image_records[key] = _image_record(key, file, checked, grid, settings)
         images.append(Image(key, grid, b""))
     return images
 
 
-def _picture(
+def _image_record(
     key: str, file: ImageFile, checked: CheckedImage, grid: Grid, settings: ImageSettings
-) -> Picture:
+) -> ImageRecord:
     path = None if file.path is None else str(file.path.absolute())
     data = b"" if settings.is_linked else file.data
     size = len(file.data)
-    return Picture(key, data, path, size, checked.form, checked.height, checked.width, grid)
+    return ImageRecord(key, data, path, size, checked.form, checked.height, checked.width, grid)
 
 
 def _located(error: ImageError, number: int, path: Path | None) -> MsrlError:

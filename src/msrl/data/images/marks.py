@@ -17,9 +17,9 @@ from msrl.strict_json import loads
 from msrl.types import Conversation, Message
 
 IMAGE = "\ufdd1"
-"""Stands for an image in the text of a message: a noncharacter, which no text contains."""
+"""Represents an image in the text of a message: a noncharacter, which no text contains."""
 NEXT = None
-"""Source of a content part without an image of its own: the next one of the column."""
+"""Source of a content part that names no image: the next image of the column."""
 MARKS = ("<image>", "<|vision_start|><|image_pad|><|vision_end|>")  # most systems; ROLL
 _MARK = re.compile("|".join(map(re.escape, (IMAGE, *MARKS))))
 _PLAIN_MARK = re.compile("|".join(map(re.escape, MARKS)))

@@ -33,9 +33,9 @@ _KEYS = ("bytes", "path", "url", "image", "image_url", "base64", "data")
 
 
 class ImageFile(NamedTuple):
-    """An encoded picture.
+    """An encoded image.
 
-    `path` is its file, None for pictures that the row contains, and `modified_ns` the time of the
+    `path` is its file, None for images that the row contains, and `modified_ns` the time of the
     last change of the file.
     """
 
@@ -45,7 +45,7 @@ class ImageFile(NamedTuple):
 
 
 def read_image(source: Any, folder: Path) -> ImageFile:
-    """Return the picture that a row names.
+    """Return the image that a row names.
 
     Args:
         source: A path, bytes, a data URL, or an object with one of them.
@@ -83,7 +83,7 @@ def shown_name(name: str) -> str:
 
 
 def _member(source: Mapping[Any, Any]) -> Any:
-    """Return the member of an object that has the picture."""
+    """Return the member of an object that has the image."""
     values = {key: source[key] for key in _KEYS if source.get(key) is not None}
     if not values:
         members = ", ".join(map(str, source)) or "nothing"

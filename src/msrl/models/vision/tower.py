@@ -1,6 +1,6 @@
 """Vision towers of Qwen2-VL, Qwen2.5-VL and Qwen3-VL: their shape, as config.json describes it.
 
-A tower turns the patches of pictures into features of the language model's size, one for each
+A tower turns the patches of images into features of the language model's size, one for each
 square of `merge_size` x `merge_size` patches.
 
 Sources: `Qwen2VLVisionConfig`, `Qwen2_5_VLVisionConfig` and `Qwen3VLVisionConfig` of transformers.
@@ -14,6 +14,16 @@ from typing import Any, Literal, cast
 from msrl.models.hf_config import MAX_LAYERS, HfConfig
 
 Kind = Literal["qwen2", "qwen2_5", "qwen3"]
+
+
+@dataclass(frozen=True, slots=True)
+class TrainedParts:
+    """Parts of a vision tower that are trained: its blocks, and the projector after them."""
+
+    tower: bool = False
+    projector: bool = False
+
+
 _ACTIVATIONS = {"qwen2": "quick_gelu", "qwen2_5": "silu", "qwen3": "gelu_pytorch_tanh"}
 
 
@@ -26,7 +36,7 @@ class Vision:
     - `prefix`: prefix of the tensors in Hugging Face files.
     - `merge_size`: patches per side of the square that becomes one feature.
     - `window`, `full_layers`: features per side of an attention window, and the layers without
-      windows (qwen2_5). Without a window, a patch attends to all patches of its picture.
+      windows (qwen2_5). Without a window, a patch attends to all patches of its image.
     - `num_positions`: entries of the square table of learned positions (qwen3).
     - `deepstack`: layers whose outputs also become features. Those of the i-th one are added to the
       image tokens after the i-th layer of the language model (arXiv:2406.04334).

@@ -1,1 +1,1 @@
-"""Pictures in vLLM: classes of vision-language models without torchvision, and rendered inputs."""
+"""Images in vLLM: classes of vision-language models without torchvision, and rendered inputs."""

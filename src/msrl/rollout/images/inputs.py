@@ -1,10 +1,10 @@
-"""Prompts with pictures, in the form that vLLM's processor returns (vLLM 0.23 to 0.32).
+"""Prompts with images, in the form that vLLM's processor returns (vLLM 0.23 to 0.32).
 
 vLLM takes the token ids, pixels and places of a rendered input (`MultiModalInput` in
 `vllm/inputs/engine.py`) as they are: its processor, its tokenizer and its expansion of image tokens
 do not run, so the engine reads the tokens and pixels that are trained.
 
-Letters: N patches of a picture, e elements of a patch.
+Letters: N patches of an image, e elements of a patch.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _CACHE_BYTES = 1 << 30
 
 
 class ImageInputs:
-    """Inputs of prompts with pictures. The patches of the latest pictures stay in host memory.
+    """Inputs of prompts with images. The patches of the latest images stay in host memory.
 
     `is_normalized` says that vLLM gets normalized patches: otherwise it normalizes them itself.
     """
@@ -41,7 +41,7 @@ class ImageInputs:
         """Return the input of a prompt.
 
         Raises:
-            ImageError: A picture cannot be decoded.
+            ImageError: An image cannot be decoded.
         """
         from vllm.multimodal.inputs import MultiModalKwargsItems, PlaceholderRange
 
@@ -62,7 +62,7 @@ class ImageInputs:
         }
 
     def _item(self, image: Image) -> Any:
-        """Return the arguments of vLLM's model for a picture."""
+        """Return the arguments of vLLM's model for an image."""
         if image in self._items:
             self._items.move_to_end(image)
             return self._items[image][0]
@@ -111,21 +111,21 @@ def run_rendered(
 
 
 def _as_item(image: Image, patches: Tensor) -> Any:
-    """Return the fields that vLLM's Qwen2-VL and its successors read of one picture."""
+    """Return the fields that vLLM's Qwen2-VL and its successors read of one image."""
     import torch
     from vllm.multimodal.inputs import MultiModalFieldConfig, MultiModalKwargsItems
 
-    values = {"pixel_values": patches, "image_grid_thw": torch.tensor([image.grid])}
-    fields = {
+    values: Any = {"pixel_values": patches, "image_grid_thw": torch.tensor([image.grid])}
+    fields: Any = {
         "pixel_values": MultiModalFieldConfig.flat_from_sizes(
             "image", torch.tensor([len(patches)])
         ),
         "image_grid_thw": MultiModalFieldConfig.batched("image", keep_on_cpu=True),
     }
-    return MultiModalKwargsItems.from_hf_inputs(values, fields)["image"][0]  # type: ignore[arg-type]
+    return MultiModalKwargsItems.from_hf_inputs(values, fields)["image"][0]
 
 
 def _hash(image: Image) -> str:
-    """Return the name by which vLLM shares features and cached keys of a picture."""
+    """Return the name by which vLLM shares features and cached keys of an image."""
     frames, rows, columns = image.grid
     return f"{image.key}-{frames}x{rows}x{columns}"

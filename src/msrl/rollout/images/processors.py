@@ -3,7 +3,7 @@
 vLLM's classes of Qwen2-VL and its successors import processors of transformers, and two of these
 modules import functions of torchvision whether they call them or not. On CPU, often only a build of
 torchvision for other devices is at hand, which does not load. msrl computes pixels itself, and
-transformers resizes pictures with Pillow where torchvision is missing, so nothing needs these
+transformers resizes images with Pillow where torchvision is missing, so nothing needs these
 functions: they are replaced while the modules are imported, and name torchvision if they are used.
 """
 

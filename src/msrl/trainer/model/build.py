@@ -347,13 +347,7 @@ def freeze(model: torch.nn.Module, shape: Shape, layout: Layout, settings: Repli
 
     Raises MsrlError as `models.select.frozen_names` does.
     """
-    names = frozen_names(
-        shape,
-        settings.freeze,
-        trains_tower=settings.vision.tower_lr is not None,
-        trains_projector=settings.vision.projector_lr is not None,
-        key="train.freeze",
-    )
+    names = frozen_names(shape, settings.freeze, settings.vision.trained)
     parameters = dict(model.named_parameters())
     at = Coords(
         0,

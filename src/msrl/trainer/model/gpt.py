@@ -94,7 +94,7 @@ class PolicyModel(GPTModel):
     def _embed(self, tokens: Tensor, packed: PackedSequences) -> Tensor:
         """Return the embeddings [s, 1, c], scaled if the family scales them.
 
-        Features of pictures replace those of image tokens.
+        Features of images replace those of image tokens.
         """
         embedded = self.embedding(input_ids=tokens, position_ids=None)
         if packed.images is not None:

@@ -236,7 +236,7 @@ class PostNormLayer(TransformerLayer):
 
 
 class DeepstackLayer(TransformerLayer):
-    """Megatron's layer, after which deeper features of pictures are added to their tokens.
+    """Megatron's layer, after which deeper features of images are added to their tokens.
 
     `number` counts from 0 over the whole model.
     """

@@ -31,7 +31,7 @@ class TokenRoutes(Protocol):
 
 
 class TokenImages(Protocol):
-    """Pictures of a micro-batch on this rank, which the embedding and some layers consult."""
+    """Images of a micro-batch on this rank, which the embedding and some layers consult."""
 
     def merge(self, embedded: Tensor, tower: Module, first: int) -> Tensor:
         """Return the embeddings with the features of the tower at the image tokens.
@@ -85,7 +85,7 @@ class PackedSequences:
     trained_tokens: Tensor | None = None
     # Record or replay of experts; None lets the routers choose (see `routes.py`).
     routes: TokenRoutes | None = None
-    # Pictures, if the micro-batch has some (see `vision/images.py`).
+    # Images, if the micro-batch has some (see `vision/images.py`).
     images: TokenImages | None = None
     # Chosen keys of the tokens by the number of the layer whose indexer chose them, for layers
     # after it that share the choice (see `mixers/sparse_attention.py`).

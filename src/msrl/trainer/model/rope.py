@@ -117,7 +117,7 @@ class RotaryTables:
     ) -> PackedSequences:
         """Return the packing of sequences of these lengths, each with positions from 0.
 
-        Sequences with pictures have `positions` in time, row and column.
+        Sequences with images have `positions` in time, row and column.
         """
         rotations = {
             rotary: table.rotation(lengths)

@@ -32,8 +32,8 @@ from msrl.types import MicroBatch
 
 
 @dataclass(frozen=True, slots=True)
-class Pictures:
-    """What the pictures of a model need: its tower, and a function that loads their patches."""
+class ImageLoader:
+    """What the images of a model need: its tower, and a function that loads their patches."""
 
     vision: Vision
     load: LoadPatches
@@ -97,12 +97,12 @@ def to_device(
     multiple: int,
     shares_prefixes: bool = False,
     comparisons: tuple[DistributionComparison, ...] = (),
-    pictures: Pictures | None = None,
+    image_loader: ImageLoader | None = None,
 ) -> DeviceBatch:
     """Return this rank's share of a micro-batch; its token count is a multiple of `multiple`.
 
     With `shares_prefixes`, sequences share the rows of common prefixes if that saves enough, but
-    never under context parallelism. A batch with images needs `pictures`.
+    never under context parallelism. A batch with images needs `image_loader`.
     """
     tokens, labels, mask = (
         torch.from_numpy(array).to(device)
@@ -115,7 +115,7 @@ def to_device(
     fields = {
         name: torch.from_numpy(values).to(device)[mask] for name, values in batch.fields.items()
     }
-    images = _find_images(batch, pictures)
+    images = _find_images(batch, image_loader)
     lengths = tuple(np.diff(batch.cu_seqlens).tolist())
     packed = rotary(lengths, None if images is None else images.positions)
     if context_groups is None:
@@ -126,7 +126,7 @@ def to_device(
             if shared is not None:
                 tokens, packed = tokens[shared.first_tokens], share_rows(packed, shared)
         selected = None if shared is None else shared.first_tokens
-        packed = _with_images(packed, images, selected, pictures, device)
+        packed = _with_images(packed, images, selected, image_loader, device)
         return DeviceBatch(
             tokens[None], packed, mask, labels[mask], None, sequences, fields, comparisons
         )
@@ -137,7 +137,7 @@ def to_device(
     packed = select_share(packed, share)
     return DeviceBatch(
         tokens=tokens[at][None],
-        packed=_with_images(packed, images, at, pictures, device),
+        packed=_with_images(packed, images, at, image_loader, device),
         mask=mask[at] & is_token,
         labels=labels[selected],
         rows=numbering[selected],
@@ -147,27 +147,27 @@ def to_device(
     )
 
 
-def _find_images(batch: MicroBatch, pictures: Pictures | None) -> ImageTokens | None:
+def _find_images(batch: MicroBatch, image_loader: ImageLoader | None) -> ImageTokens | None:
     if not batch.images:
         return None
-    if pictures is None:
+    if image_loader is None:
         raise MsrlError(
             "the data have images, but the model has no vision tower. Remove them, or name a "
             "vision-language model (model.path)."
         )
-    return find_image_tokens(batch, pictures.vision)
+    return find_image_tokens(batch, image_loader.vision)
 
 
 def _with_images(
     packed: PackedSequences,
     images: ImageTokens | None,
     selected: Tensor | None,  # [n], token of each row of this rank; None: all tokens
-    pictures: Pictures | None,
+    image_loader: ImageLoader | None,
     device: torch.device,
 ) -> PackedSequences:
-    if images is None or pictures is None:
+    if images is None or image_loader is None:
         return packed
-    return replace(packed, images=pack_images(images, selected, pictures.load, device))
+    return replace(packed, images=pack_images(images, selected, image_loader.load, device))
 
 
 def spread(batch: MicroBatch, values: Tensor) -> Tensor:

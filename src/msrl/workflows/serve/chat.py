@@ -1,6 +1,6 @@
 """`msrl chat`: a conversation in the terminal with streamed responses.
 
-Commands begin with a slash: `/clear` forgets the conversation, `/image PATH` adds a picture to the
+Commands begin with a slash: `/clear` forgets the conversation, `/image PATH` adds an image to the
 next question, `/quit` leaves, `/help` lists them.
 `quit`, `exit` and the end of the input leave too. A line that begins with two slashes is a question
 with one of them. Lines between two lines of three double quotes are one question.
@@ -57,7 +57,7 @@ DISCARD = "\x03"  # a line of `read_lines`: Ctrl-C while a question was typed
 _IMAGE = "/image"
 _QUOTES = '"""'
 _HELP = (
-    "/clear starts a new conversation, /image PATH adds a picture to the next question, /quit "
+    "/clear starts a new conversation, /image PATH adds an image to the next question, /quit "
     "leaves, /help prints this. //text asks /text. "
     f"{_QUOTES} begins and ends a question of several lines. Ctrl-C stops a response"
 )
@@ -81,7 +81,7 @@ class ChatPrompts:
     """Rendering of a conversation as a prompt, with the earlier turns that the model sees.
 
     With `is_raw`, a prompt is the plain text of all turns. `num_turns` limits the earlier
-    questions with their responses; None is no limit. `images` renders questions with pictures, for
+    questions with their responses; None is no limit. `images` renders questions with images, for
     models that read them.
     """
 
@@ -121,7 +121,7 @@ class ChatPrompts:
         return self.render(turns)[0]
 
     def render(self, turns: tuple[Message, ...]) -> tuple[Ints, tuple[PlacedImage, ...]]:
-        """Return the token ids [P] of a conversation and its pictures."""
+        """Return the token ids [P] of a conversation and its images."""
         if self.is_raw:
             return raw_ids(self.renderer, "".join(turn.content for turn in turns)), ()
         conversation = Conversation((*self.system, *turns))
@@ -129,13 +129,13 @@ class ChatPrompts:
             return self.renderer.prompt(conversation), ()
         return self.images.render(conversation, None, Path())
 
-    def check_size(self, picture: CheckedImage) -> None:
-        """Raise ImageError if the model cannot resize a picture."""
+    def check_size(self, image: CheckedImage) -> None:
+        """Raise ImageError if the model cannot resize an image."""
         if self.images is not None and self.images.settings is not None:
-            grid_of(picture.height, picture.width, self.images.settings.vision)
+            grid_of(image.height, image.width, self.images.settings.vision)
 
     def refusal(self) -> str | None:
-        """Return the reason why questions cannot have pictures, or None."""
+        """Return the reason why questions cannot have images, or None."""
         if self.is_raw:
             return "chat.raw reads text only."
         images = self.images or ImagePrompts(self.renderer)
@@ -205,16 +205,16 @@ def converse(
 ) -> None:
     """Respond to each line, which is a question or a command, until a command to leave."""
     turns: tuple[Message, ...] = ()
-    pictures = list[bytes]()  # of the next question
+    images = list[bytes]()  # of the next question
     for number, line in enumerate(_questions(lines)):
         text = line.strip()
         if text.lower() in _LEAVE:
             return
         if text.lower() in _CLEAR:
-            turns, pictures = (), []
+            turns, images = (), []
             _print_note("started a new conversation")
         elif text.split(maxsplit=1)[:1] == [_IMAGE]:
-            _add_picture(prompts, pictures, text.removeprefix(_IMAGE).strip())
+            _add_image(prompts, images, text.removeprefix(_IMAGE).strip())
         elif text.startswith("/") and not text.startswith("//"):
             known = "" if text.lower() == "/help" else f"{printable(text)}: unknown command. "
             _print_note(f"{known}{_HELP}")
@@ -223,12 +223,12 @@ def converse(
             turn_sampling = sampling
             if sampling.seed is not None:
                 turn_sampling = replace(sampling, seed=sample_seed(sampling.seed, 0, number, 0, 0))
-            question = Message("user", IMAGE * len(pictures) + text, images=tuple(pictures))
-            turns, pictures = _respond(engine, prompts, (*turns, question), turn_sampling), []
+            question = Message("user", IMAGE * len(images) + text, images=tuple(images))
+            turns, images = _respond(engine, prompts, (*turns, question), turn_sampling), []
 
 
-def _add_picture(prompts: ChatPrompts, pictures: list[bytes], path: str) -> None:
-    """Read a picture for the next question, or print why it cannot be used."""
+def _add_image(prompts: ChatPrompts, images: list[bytes], path: str) -> None:
+    """Read an image for the next question, or print why it cannot be used."""
     try:
         if refusal := prompts.refusal():
             raise MsrlError(refusal)
@@ -239,12 +239,12 @@ def _add_picture(prompts: ChatPrompts, pictures: list[bytes], path: str) -> None
         if isinstance(checked, ImageError):
             raise checked
         prompts.check_size(checked)
-        if len(pictures) == _MAX_IMAGES:
-            raise MsrlError(f"the question has {_MAX_IMAGES} pictures, the largest number.")
+        if len(images) == _MAX_IMAGES:
+            raise MsrlError(f"the question has {_MAX_IMAGES} images, the largest number.")
     except MsrlError as error:
         _print_note(f"{_IMAGE} {printable(path)}: {error}")
         return
-    pictures.append(data)
+    images.append(data)
     _print_note(f"{printable(path)} ({checked.width} x {checked.height}) is in the next question")
 
 

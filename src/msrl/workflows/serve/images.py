@@ -1,4 +1,4 @@
-"""Images of prompts in `msrl generate` and `chat`: sources of a conversation to placed pictures."""
+"""Images of prompts in `msrl generate` and `chat`: sources of a conversation to placed images."""
 
 from __future__ import annotations
 

@@ -36,17 +36,12 @@ def mfu(
         shape, lengths, num_trained, weight_gradients=config.train.lora.rank is None
     )
     if shape.vision is not None:
-        flops += tower_flops(
-            shape.vision,
-            _different_grids(rows),
-            trains_tower=config.train.vision.tower_lr is not None,
-            trains_projector=config.train.vision.projector_lr is not None,
-        )
+        flops += tower_flops(shape.vision, _different_grids(rows), config.train.vision.trained)
     return {"perf/mfu": passes * flops / (max(seconds, 1e-9) * world_size(config) * peak)}
 
 
 def _different_grids(rows: Sequence[Sequences]) -> list[Grid]:
-    """Return the grid of each different picture."""
+    """Return the grid of each different image."""
     images = {
         placed.image: placed.image.grid
         for row in rows

@@ -1,1 +1,1 @@
-"""Pictures on training ranks: pixels, the vision tower, and its features among embeddings."""
+"""Images on training ranks: pixels, the vision tower, and its features among embeddings."""

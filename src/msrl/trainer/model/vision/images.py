@@ -1,7 +1,7 @@
-"""Pictures of a micro-batch: their tokens, and their features in place of embeddings.
+"""Images of a micro-batch: their tokens, and their features in place of embeddings.
 
 Letters: N tokens of a micro-batch, n rows that this rank computes, k of them of image tokens, F
-features of all different pictures, c channels.
+features of all different images, c channels.
 """
 
 from __future__ import annotations
@@ -21,27 +21,27 @@ from msrl.models.vision.tower import Vision
 from msrl.types import Image, Ints, MicroBatch
 
 LoadPatches = Callable[[Sequence[Image]], Tensor]
-"""Function that returns the patches of pictures, one after the other, [P, elements] float32."""
+"""Function that returns the patches of images, one after the other, [P, elements] float32."""
 
 
 @dataclass(frozen=True, slots=True)
 class ImageTokens:
-    """Image tokens of a micro-batch. Every different picture has its features once."""
+    """Image tokens of a micro-batch. Every different image has its features once."""
 
     images: tuple[Image, ...]
     features: Ints  # [N], number of each token's feature; -1 for other tokens
     positions: Ints  # [3, N]
 
     def identities(self, token_ids: Ints) -> Ints:  # [N] -> [N]
-        """Return numbers that are equal only where both tokens and pictures are."""
+        """Return numbers that are equal only where both tokens and images are."""
         return np.where(self.features < 0, token_ids, -1 - self.features)
 
 
 def find_image_tokens(batch: MicroBatch, vision: Vision) -> ImageTokens:
-    """Return the image tokens of a micro-batch with pictures.
+    """Return the image tokens of a micro-batch with images.
 
     Raises:
-        MsrlError: A picture has other tokens than its grid requires.
+        MsrlError: An image has other tokens than its grid requires.
     """
     features = np.full(len(batch.token_ids), -1)
     first, total = dict[Image, int](), 0
@@ -54,7 +54,7 @@ def find_image_tokens(batch: MicroBatch, vision: Vision) -> ImageTokens:
         ids = batch.token_ids[tokens]
         if len(ids) < size or (ids != vision.image_token_id).any() or placed.offset < 0:
             raise MsrlError(
-                f"a picture of {size} tokens at token {placed.offset} of a micro-batch has other "
+                f"an image of {size} tokens at token {placed.offset} of a micro-batch has other "
                 "tokens there. Preprocess the data again for this model."
             )
         features[tokens] = first[placed.image] + np.arange(size)
@@ -78,7 +78,7 @@ class Addition:
 
 @dataclass(frozen=True)
 class PackedImages:
-    """Pictures of a packed micro-batch on this rank.
+    """Images of a packed micro-batch on this rank.
 
     `additions` are those of the layers that add deeper features. The embedding of the first
     pipeline stage, which runs the tower, puts them here.
@@ -123,7 +123,7 @@ class PackedImages:
         """
         if layer >= len(self.additions):
             raise MsrlError(
-                f"train.parallel: layer {layer} adds deeper features of pictures, which only the "
+                f"train.parallel: layer {layer} adds deeper features of images, which only the "
                 "first (virtual) pipeline stage has. Put more layers on it "
                 "(train.parallel.num_layer_list), or train without train.parallel.vpp."
             )
@@ -136,7 +136,7 @@ def pack_images(
     load: LoadPatches,
     device: torch.device,
 ) -> PackedImages:
-    """Return the pictures with the rows of this rank."""
+    """Return the images with the rows of this rank."""
     features = torch.from_numpy(tokens.features).to(device)
     features = features if selected is None else features[selected]
     (rows,) = torch.where(features >= 0)
@@ -190,7 +190,7 @@ def touch(embedded: Tensor, tower: torch.nn.Module) -> Tensor:
     """Return the embeddings, with gradients of zero for the trained parameters of the tower.
 
     Megatron's overlapped reduction needs a gradient of every parameter, also from a micro-batch
-    without pictures.
+    without images.
     """
     return _Touch.apply(embedded, *_trained(tower))  # pyright: ignore[reportReturnType]
 

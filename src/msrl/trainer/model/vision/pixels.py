@@ -1,4 +1,4 @@
-"""Pixels of pictures on a training rank, from encoded files to patches of the vision tower."""
+"""Pixels of images on a training rank, from encoded files to patches of the vision tower."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ _CACHE_BYTES = 1 << 30
 
 
 class Pixels:
-    """Resized pictures, of which the latest stay in host memory: every pass of a step needs them.
+    """Resized images, of which the latest stay in host memory: every pass of a step needs them.
 
-    `folder` has the preprocessor's settings, which the first picture reads.
+    `folder` has the preprocessor's settings, which the first image reads.
     """
 
     def __init__(
@@ -37,10 +37,10 @@ class Pixels:
         return read_vision_settings(self._folder)
 
     def patches(self, images: Sequence[Image]) -> Tensor:  # [P, elements] float32
-        """Return the normalized patches of pictures, one after the other.
+        """Return the normalized patches of images, one after the other.
 
         Raises:
-            ImageError: A picture is damaged.
+            ImageError: An image is damaged.
         """
         arrays = [patches_of(self._pixels(image), self._settings) for image in images]
         return torch.from_numpy(np.concatenate(arrays)).to(self._device)

@@ -3,7 +3,7 @@
 Its parameters have the names of the Hugging Face files. It is replicated on the tensor-parallel
 ranks, so it consists of plain torch modules.
 
-Letters: P patches of all pictures, F features, c channels of the tower, h heads, d head size, p
+Letters: P patches of all images, F features, c channels of the tower, h heads, d head size, p
 elements of a patch, s side of the table of learned positions.
 """
 
@@ -69,7 +69,7 @@ class _Places:
     """
 
     rotation: Rotation
-    pictures: list[tuple[int, int]]  # runs of (patches, count)
+    images: list[tuple[int, int]]  # runs of (patches, count)
     windows: list[tuple[int, int]]
 
 
@@ -192,7 +192,7 @@ class _PatchProjection(nn.Module):
 
 
 class _LearnedPositions(nn.Module):
-    """Square table of learned positions, stretched to the patches of each picture.
+    """Square table of learned positions, stretched to the patches of each image.
 
     The interpolation is linear in both directions, with the corners on each other.
     """
@@ -249,10 +249,10 @@ class VisionTower(nn.Module):
 
     def forward(
         self,
-        patches: Tensor,  # [P, p], of one picture after the other
+        patches: Tensor,  # [P, p], of one image after the other
         grids: Sequence[Grid],
     ) -> tuple[Tensor, ...]:  # [F, out] each
-        """Return the features of the pictures, and those of each layer of `deepstack`."""
+        """Return the features of the images, and those of each layer of `deepstack`."""
         vision, x = self.vision, self.patch_embed["proj"](patches)
         if vision.kind == "qwen3":
             x = x + torch.cat([_in_squares(self.pos_embed(g), vision.merge_size) for g in grids])
@@ -262,7 +262,7 @@ class VisionTower(nn.Module):
         deeper: list[Tensor] = []
         for number, block in enumerate(self.blocks):
             is_full = vision.window is None or number in vision.full_layers
-            runs = places.pictures if is_full else places.windows
+            runs = places.images if is_full else places.windows
             x = self._run(block, x, places.rotation, runs)
             if number in vision.deepstack:
                 merger = self.deepstack_merger_list[vision.deepstack.index(number)]
@@ -299,31 +299,31 @@ def _place(
     """
     assert all(frames == 1 for frames, _, _ in grids), "videos are not supported"
     positions = torch.cat([_positions(grid, vision.merge_size) for grid in grids])  # [P, 2]
-    pictures = equal_runs([rows * columns for _, rows, columns in grids])
+    images = equal_runs([rows * columns for _, rows, columns in grids])
     order, windows = None, list[tuple[int, int]]()
     if vision.window is not None:
         orders, lengths, start = list[Tensor](), list[int](), 0
         for grid in grids:
-            of_picture, sizes = _windows(grid, vision)
-            orders.append(of_picture + start)
+            of_image, sizes = _windows(grid, vision)
+            orders.append(of_image + start)
             lengths += sizes
-            start += len(of_picture)
+            start += len(of_image)
         order = torch.cat(orders)
         positions = _reorder(positions, order)
         windows = equal_runs([length * vision.merge_size**2 for length in lengths])
         order = order.to(device)
-    return order, _Places(_rotation(positions, vision, device), pictures, windows)
+    return order, _Places(_rotation(positions, vision, device), images, windows)
 
 
 def _positions(grid: Grid, merge: int) -> Tensor:  # [P, 2]
-    """Return row and column of every patch of a picture."""
+    """Return row and column of every patch of an image."""
     _, rows, columns = grid
     axes = [torch.arange(size, device="cpu") for size in (rows, columns)]
     return _in_squares(torch.cartesian_prod(*axes).view(rows, columns, 2), merge)
 
 
 def _windows(grid: Grid, vision: Vision) -> tuple[Tensor, list[int]]:
-    """Return the squares of a picture window by window, and the number of squares of each.
+    """Return the squares of an image window by window, and the number of squares of each.
 
     Windows of equal size are neighbors. Those at the right and the lower edge may be smaller.
     """

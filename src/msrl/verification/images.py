@@ -1,6 +1,6 @@
-"""Prompts with two pictures, to compare the logits of vision-language models.
+"""Prompts with two images, to compare the logits of vision-language models.
 
-Pictures are random patches, so that neither Pillow nor the settings of an image processor matter.
+Images are random patches, so that neither Pillow nor the settings of an image processor matter.
 T tokens of a prompt.
 """
 
@@ -20,19 +20,19 @@ from msrl.types import Image, PlacedImage
 
 # Rows and columns of tokens: several windows of Qwen2.5-VL, and one that is smaller
 _SIZES = ((6, 4), (2, 3))
-_TEXTS = (3, 4, 5)  # tokens before, between and after the pictures
+_TEXTS = (3, 4, 5)  # tokens before, between and after the images
 
 
 @dataclass(frozen=True, slots=True)
-class PicturePrompt:
-    """Token ids of a prompt, and its pictures."""
+class ImagePrompt:
+    """Token ids of a prompt, and its images."""
 
     token_ids: list[int]
     images: tuple[PlacedImage, ...]
 
 
-def picture_prompts(shape: Shape) -> list[PicturePrompt]:
-    """Return two prompts with equal tokens and different pictures.
+def image_prompts(shape: Shape) -> list[ImagePrompt]:
+    """Return two prompts with equal tokens and different images.
 
     There are none without a vision tower, or if the vocabulary lacks its tokens.
     """
@@ -52,8 +52,8 @@ def picture_prompts(shape: Shape) -> list[PicturePrompt]:
     return [_prompt(vision, words, first) for first in (0, len(_SIZES))]
 
 
-def _prompt(vision: Vision, words: list[int], first: int) -> PicturePrompt:
-    """Return a prompt whose pictures have the keys `first`, `first` + 1, ..."""
+def _prompt(vision: Vision, words: list[int], first: int) -> ImagePrompt:
+    """Return a prompt whose images have the keys `first`, `first` + 1, ..."""
     words, ids, images = list(words), list[int](), list[PlacedImage]()
     for number, count in enumerate(_TEXTS):
         ids += [words.pop() for _ in range(count)]
@@ -64,21 +64,21 @@ def _prompt(vision: Vision, words: list[int], first: int) -> PicturePrompt:
             images.append(PlacedImage(len(ids), Image(str(first + number), grid, b"")))
             ids += [vision.image_token_id] * (rows * columns)
             ids.append(vision.vision_end_token_id)
-    return PicturePrompt(ids, tuple(images))
+    return ImagePrompt(ids, tuple(images))
 
 
-def picture_inputs(
+def image_inputs(
     model: Any, vision: Vision, rows: Tensor, images: tuple[PlacedImage, ...]
 ) -> dict[str, Tensor]:
-    """Return the arguments of transformers' model for the pictures of a prompt, ids [1, T]."""
+    """Return the arguments of transformers' model for the images of a prompt, ids [1, T]."""
     from msrl.trainer.probe import random_patches
 
-    pictures = [placed.image for placed in images]
+    plain = [placed.image for placed in images]
     inputs = {
-        "pixel_values": torch.from_numpy(random_patches(pictures, vision.patch_elements)),
-        "image_grid_thw": torch.tensor([picture.grid for picture in pictures]),
+        "pixel_values": torch.from_numpy(random_patches(plain, vision.patch_elements)),
+        "image_grid_thw": torch.tensor([image.grid for image in plain]),
     }
-    # transformers 5 finds the pictures by them.
+    # transformers 5 finds the images by them.
     if "mm_token_type_ids" in inspect.signature(model.forward).parameters:
         inputs["mm_token_type_ids"] = (rows == vision.image_token_id).long()
     return inputs

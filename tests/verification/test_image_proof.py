@@ -1,4 +1,4 @@
-"""Verification of conversions by the logits of prompts with pictures."""
+"""Verification of conversions by the logits of prompts with images."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from support import assert_mentions
 from test_convert import run
 
 pytestmark = pytest.mark.slow
-PROMPTS = "two pictures"
+PROMPTS = "two images"
 
 
 def report(capsys: pytest.CaptureFixture[str]) -> str:
