@@ -275,7 +275,7 @@ MUTANTS = (
         "batch.token_ids",
     ),
     Mutant(
-        "pictures-without-rows-and-columns",
+        "images-with-1d-positions",
         "trainer/objective/device_batch.py",
         "None if images is None else images.positions",
         "None",
@@ -291,6 +291,12 @@ MUTANTS = (
         "trainer/model/gpt.py",
         "sequence_parallel=config.sequence_parallel",
         "sequence_parallel=False",
+    ),
+    Mutant(
+        "exif-orientation-ignored",
+        "vision/pixels.py",
+        "_ORIENTATION = 0x0112",
+        "_ORIENTATION = 0xC0DE",
     ),
 )
 
