@@ -17,6 +17,7 @@ from msrl.data.dataset import PromptDataset
 from msrl.errors import MsrlError
 from msrl.plan.run_plan import resolve
 from msrl.types import Completion, Reward, RolloutGroup, ScoredGroup
+from msrl.workflows.evaluate import run as evaluation
 from msrl.workflows.preprocess import run as preprocess
 from msrl.workflows.rl import setup
 from support import mentions
@@ -91,6 +92,15 @@ def test_parts_of_a_run_that_read_no_images_are_refused(
     config = Config.model_validate(_settings(inputs, **sections), strict=False)
     with pytest.raises(MsrlError, match=mentions(key, "images")):
         setup.prepare(resolve(config, "train-grpo"))
+
+
+def test_an_evaluation_with_an_environment_refuses_images(inputs: Path) -> None:
+    models = {"models": [str(inputs / "model")], "output": str(inputs / "out")}
+    data = {"eval": str(inputs / "data")}
+    sections = {"environment": {"name": "single_turn"}, "evaluate": models, "data": data}
+    config = Config.model_validate(_settings(inputs, **sections), strict=False)
+    with pytest.raises(MsrlError, match=mentions("environment", "images")):
+        evaluation.prepare(config)
 
 
 def test_the_sequences_of_a_step_have_the_pictures_of_their_prompts(inputs: Path) -> None:

@@ -41,13 +41,12 @@ from msrl.workflows.serve import model_cache
 from msrl.workflows.serve.server import prepare
 from msrl.workflows.serve.server_process import run_server
 from msrl.workflows.serve.tool_parsers import tool_parser
+from served_commands import Server
 from support import assert_each_mentions, assert_mentions, checked_plan, mentions, shared_data
 from tiny_qwen2 import save_model
 from training_runs import (
-    Command,
     children,
     files_in,
-    make_tmp,
     shared_memory,
     wait_for_end,
 )
@@ -435,27 +434,6 @@ def save_adapter(folder: Path, base: Path, scale: float = 4.0) -> None:
                 b = torch.randn(rows, 4, generator=generator)
                 deltas[name] = Delta(a * 0.2, b * 0.2, scale)
     write_peft(Adapter("test", 16.0, deltas, {}), folder, str(base))
-
-
-class Server:
-    """`msrl serve` as a process, with its address."""
-
-    def __init__(self, log: Path, *arguments: str) -> None:
-        self.tmp = make_tmp()
-        self.command = Command("serve", *arguments, "--port", "0", log=log, tmp=self.tmp)
-        try:
-            self.command.when(lambda: "Serving" in self.command.output(), every_s=0.2)
-        except AssertionError:
-            if self.command.process.poll() is None:
-                self.command.kill()
-            raise
-        match = re.search(r"at (http://\S+)", self.command.output())
-        assert match is not None
-        self.url = match[1]
-
-    @property
-    def pids(self) -> list[int]:
-        return [self.command.process.pid, *children(self.command.process.pid)]
 
 
 @pytest.fixture(scope="module")

@@ -59,7 +59,7 @@ from msrl.workflows.rl.evaluation import (
     evaluation_metrics,
     verdicts_by_tag,
 )
-from msrl.workflows.rl.setup import eval_prompts
+from msrl.workflows.rl.setup import eval_prompts, refuse_images
 from msrl.workflows.rollout_log import RolloutLog
 from msrl.workflows.scoring import make_judge, make_scorer
 from msrl.workflows.training.interrupts import EndAtOnce
@@ -112,6 +112,7 @@ def prepare(config: Config) -> EvaluationSetup:
     """
     checkpoints = find_checkpoints(config.evaluate.models)
     plans = [_plan(config, checkpoint) for checkpoint in checkpoints]
+    refuse_images(plans[0])
     tokenizer = open_tokenizer(plans[0].tokenizer_dir)
     distinct = {plan.model.hf_dir: plan for plan in reversed(plans)}  # prints once per folder
     prompts = [eval_prompts(plan, tokenizer) for plan in distinct.values()][-1]

@@ -99,7 +99,7 @@ def prepare(plan: RunPlan, platform: Platform | None = None) -> RLSetup:
     check_stops("eval.sampling.stop", config.eval.sampling.stop or (), tokenizer)
     check_teacher_tokenizers(plan)
     check_reference_tokenizer(plan)
-    _refuse_images(plan)
+    refuse_images(plan)
     prompts = _training_prompts(plan, tokenizer)
     check_tags(
         config.algo.distill.teachers,
@@ -134,26 +134,32 @@ def prepare(plan: RunPlan, platform: Platform | None = None) -> RLSetup:
     )
 
 
-def _refuse_images(plan: RunPlan) -> None:
+def refuse_images(plan: RunPlan) -> None:
     """Raise MsrlError if the data has images that a part of the run does not read."""
     if data_images(plan) is None:
         return
     config = plan.config
-    readers = {
-        "environment": (config.environment.is_on, "environments read no images"),
-        "algo.distill.teachers": (config.algo.distill.teachers, "teachers read no images"),
-        "algo.advantage.estimator": (needs_critic(config), "the critic reads no images"),
-        "train.router.replay=engine": (
-            config.train.router.replay == "engine",
-            "routes of prompts with images are not recorded",
-        ),
-    }
+    readers = {"environment": (config.environment.is_on, "environments read no images")}
+    if plan.command != "eval":
+        readers |= _training_readers(config)
     for key, (is_on, reason) in readers.items():
         if is_on:
             raise MsrlError(
                 f"{key}: the data has images, and {reason} in this version. Remove the key or the "
                 "images."
             )
+
+
+def _training_readers(config: Config) -> dict[str, tuple[bool, str]]:
+    """Return the parts of a training that read no images: key, whether it has them, reason."""
+    return {
+        "algo.distill.teachers": (bool(config.algo.distill.teachers), "teachers read no images"),
+        "algo.advantage.estimator": (needs_critic(config), "the critic reads no images"),
+        "train.router.replay=engine": (
+            config.train.router.replay == "engine",
+            "routes of prompts with images are not recorded",
+        ),
+    }
 
 
 def rollout_engine_settings(plan: RunPlan) -> EngineSettings:

@@ -21,7 +21,7 @@ from msrl.vision.settings import from_json, read_vision_settings
 from msrl.workflows.training.integrity import SHOWN_BYTES
 
 # Commands that read the images of data
-_READS_IMAGES = frozenset({"train-sft", "train-dpo", "train-grpo"})
+_READS_IMAGES = frozenset({"train-sft", "train-dpo", "train-grpo", "eval"})
 _FREE_IMAGE_SETTINGS = ("min_pixels", "max_pixels")
 
 
@@ -101,8 +101,8 @@ def _check_images(manifest: DatasetManifest, plan: RunPlan, prefix: str) -> None
 
     if plan.shape.vision is None:
         raise MsrlError(
-            f"data prefix {prefix}: has images, but {plan.shape.architecture} is trained on text "
-            "only. Preprocess rows without images."
+            f"data prefix {prefix}: has images, but msrl reads text only with "
+            f"{plan.shape.architecture}. Preprocess rows without images."
         )
     if not has_deepstack_on_first_stage(plan.shape, plan.layout):
         raise MsrlError(

@@ -1,0 +1,123 @@
+"""Images in `msrl eval` and `chat`, beside the answers of one engine."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import vision_folders
+import vision_models
+from msrl.config.schema import Config
+from msrl.data.dataset import PromptDataset
+from msrl.platforms import get
+from msrl.rollout.engine import EngineImages, EngineSettings
+from msrl.rollout.vllm import VllmEngine
+from msrl.types import Prompt, SamplingParams
+from msrl.vision.settings import read_vision_settings
+from msrl.workflows import preprocess
+from msrl.workflows.engine import choose_renderer
+from msrl.workflows.evaluate import run as evaluation
+from msrl.workflows.serve.chat import ChatPrompts, converse
+from msrl.workflows.serve.images import ImagePrompts
+from tiny_qwen2 import make_tokenizer
+from vision_folders import encoded, picture
+
+pytestmark = pytest.mark.slow
+QUESTION, NUM_TOKENS = "cat?", 8
+GREEDY = SamplingParams(max_tokens=NUM_TOKENS, temperature=0.0, stop_token_ids=(2,))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder with a model, whose template renders images, an image, and two prompts."""
+    folder = tmp_path_factory.mktemp("images")
+    model = vision_models.save_model(folder / "model", "qwen2.5-vl")
+    tokenizer = make_tokenizer(more=vision_models.VISION_TOKENS)
+    tokenizer.chat_template = vision_folders.TEMPLATE
+    tokenizer.save_pretrained(model)
+    (folder / "cat.png").write_bytes(encoded(picture(112, 84)))
+    rows = [
+        {"instruction": f"<image>{QUESTION}", "images": ["cat.png"], "output": "a"},
+        {"instruction": "why?", "output": "b"},
+    ]
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    keys = {
+        "input": [str(folder / "rows.jsonl")], "tokenizer": str(model), "handler": "alpaca",
+        "template": "native", "kind": "prompts", "output_prefix": str(folder / "held"),
+    }  # fmt: skip
+    preprocess.run(Config.model_validate({"preprocess": keys}, strict=False))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def engine(folder: Path) -> Iterator[VllmEngine]:
+    model = folder / "model"
+    settings = EngineSettings(
+        model, dtype="float32", images=EngineImages(2, read_vision_settings(model))
+    )
+    changes = {"max_model_len": 256, "max_num_seqs": 8}
+    settings = replace(settings, engine=settings.engine.model_copy(update=changes))
+    engine = VllmEngine(settings, get("cpu"))
+    yield engine
+    engine.close()
+
+
+@pytest.fixture(scope="module")
+def prompts(folder: Path) -> list[Prompt]:
+    return list(PromptDataset(str(folder / "held")))
+
+
+def test_rows_with_images_are_evaluated(
+    folder: Path, engine: VllmEngine, prompts: list[Prompt], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started = list[EngineSettings]()
+
+    @contextlib.contextmanager
+    def running(_config: object, _source: object, settings: EngineSettings) -> Iterator[VllmEngine]:
+        started.append(settings)
+        yield engine
+
+    monkeypatch.setattr(evaluation, "running_engine", running)
+    values: dict[str, Any] = {
+        "model": {"dtype": "float32"},
+        "data": {"eval": str(folder / "held")},
+        "rollout": {"max_prompt_tokens": 100, "max_response_tokens": NUM_TOKENS},
+        "reward": {"sources": [{"verifier": "exact_match"}]},
+        "evaluate": {"models": [str(folder / "model")], "output": str(folder / "out")},
+    }
+    evaluation.run(Config.model_validate(values))
+    expected = [group.completions[0] for group in engine.generate(prompts, GREEDY, 0)]
+    rows = [json.loads(line) for line in (folder / "out/samples/model.jsonl").open()]
+    assert [row["response_ids"] for row in rows] == [one.token_ids.tolist() for one in expected]
+    for row, one in zip(rows, expected, strict=True):
+        np.testing.assert_allclose(row["logprobs"], one.logprobs, rtol=0, atol=1e-5)
+    (settings,) = started
+    assert settings.images is not None
+    assert settings.images.vision == read_vision_settings(folder / "model")
+
+
+def test_the_question_of_a_chat_has_the_image_of_a_row(
+    folder: Path, engine: VllmEngine, prompts: list[Prompt], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked, stream = list[Prompt](), engine.stream
+
+    def recorded(prompt: Prompt, sampling: SamplingParams) -> Any:
+        asked.append(prompt)
+        return stream(prompt, sampling)
+
+    monkeypatch.setattr(engine, "stream", recorded)
+    renderer = choose_renderer(folder / "model", None)
+    chat = ChatPrompts(renderer, images=ImagePrompts.of(renderer))
+    converse(engine, chat, GREEDY, [f"/image {folder / 'cat.png'}", QUESTION])
+    first, second = (
+        group.completions[0] for group in engine.generate([asked[0], prompts[0]], GREEDY, 0)
+    )
+    assert first.token_ids.tolist() == second.token_ids.tolist()
+    np.testing.assert_allclose(first.logprobs, second.logprobs, rtol=0, atol=1e-5)
