@@ -17,6 +17,7 @@ from families import QWEN2_5_VL
 from msrl.config.schema import Config
 from msrl.errors import MsrlError
 from msrl.plan.run_plan import resolve
+from msrl.trainer.checkpointing.resume import SavedTraining
 from msrl.workflows.preprocess import run as preprocess
 from support import mentions
 from training_runs import metrics
@@ -85,7 +86,13 @@ def data(tmp_path_factory: pytest.TempPathFactory, model: Path) -> dict[str, str
 
 
 def train(
-    folder: Path, model: Path, prefix: str, command: str = "train-sft", **keys: Any
+    folder: Path,
+    model: Path,
+    prefix: str,
+    command: str = "train-sft",
+    *,
+    checkpoint: dict[str, Any] | None = None,
+    **keys: Any,
 ) -> list[dict[str, float]]:
     """Run a training in this process and return its metrics."""
     settings = {
@@ -97,7 +104,7 @@ def train(
         },
         "run": {"dir": str(folder), "name": "run"},
         "cluster": {"platform": "cpu"},
-        "checkpoint": {"export_hf": True},
+        "checkpoint": {"export_hf": True, **(checkpoint or {})},
     }  # fmt: skip
     config = Config.model_validate(settings, strict=False)
     if command == "train-sft":
@@ -136,6 +143,22 @@ def test_a_tower_without_a_learning_rate_stays_as_it_is(
     assert losses[-1] < 0.02
     names = changed(model, tmp_path / "run" / "hf")
     assert names and not any(name.startswith("visual.") for name in names)
+
+
+@pytest.mark.parametrize(
+    "vision", [{}, {"tower_lr": 1e-3, "projector_lr": 2e-3}], ids=["frozen", "trained"]
+)
+def test_a_resumed_training_equals_the_uninterrupted_one(
+    tmp_path: Path, model: Path, data: dict[str, str], vision: dict[str, float]
+) -> None:
+    keys = {"steps": 4, "vision": vision}
+    whole = train(tmp_path / "a", model, data["pictures"], checkpoint={"every_steps": 2}, **keys)
+    saved = SavedTraining(tmp_path / "a" / "run" / "checkpoints", 4)
+    resume = {"resume": str(saved.root / "iter_0000002")}
+    resumed = train(tmp_path / "b", model, data["pictures"], checkpoint=resume, **keys)
+    assert resumed == whole[2:]
+    again = SavedTraining(tmp_path / "b" / "run" / "checkpoints", 4)
+    assert again.state() == saved.state()  # with the checksums of weights and moments
 
 
 def test_pairs_with_pictures_are_trained(tmp_path: Path, model: Path, data: dict[str, str]) -> None:

@@ -24,6 +24,7 @@ from msrl.checkpoint.source import ShardedSource
 from msrl.config.sections.train import VisionConfig
 from msrl.errors import MsrlError
 from msrl.models.parallel_layout import Coords, ParallelLayout
+from msrl.models.select import frozen_names
 from msrl.platforms.base import Platform
 from msrl.trainer import optimizer_state
 from msrl.trainer.checkpointing.publish import (
@@ -327,7 +328,9 @@ def _shard(
     """
     stored = tensors_with_prefix(file, f"{kind}.")
     has_biases = replica.shape.moe is not None and replica.shape.moe.expert_bias
-    is_all_trained = not replica.settings.freeze and not has_biases
+    settings = replica.settings
+    frozen = frozen_names(replica.shape, settings.freeze, settings.vision.trained)
+    is_all_trained = not frozen and not has_biases
     if replica.adapters is not None or is_all_trained:
         return stored
     padded = replica.shape.padded_vocab_size(layout.tp)
