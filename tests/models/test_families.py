@@ -168,7 +168,7 @@ def test_packed_groups_and_halves_are_not_split(name: str) -> None:
     ("architecture", "reason"),
     [
         ("Mamba2ForCausalLM", "state-space"),
-        ("Qwen3VLMoeForConditionalGeneration", "mixture of experts"),
+        ("Llama4ForConditionalGeneration", "mixture of experts"),
         ("GemmaForCausalLM", "Gemma 2"),
     ],
 )

@@ -13,12 +13,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 import families
 import parity_ranks
 import reference_models
 from mixture_families import MIXTURES
+from msrl.checkpoint.convert import write_hf
 from msrl.checkpoint.hf.pass_through import pass_through_tensors
 from msrl.checkpoint.rank_shapes import make_plan
 from msrl.checkpoint.source import ShardedSource, open_weights
@@ -30,7 +31,7 @@ from msrl.trainer.settings import Layout
 from msrl.verification.bits import compare
 from msrl.workflows.convert.run import run as convert
 from parity_ranks import Case
-from support import assert_mentions, shared_data
+from support import assert_mentions, mentions, shared_data
 from test_families import transformers_logits
 
 LAYOUTS = {
@@ -177,6 +178,62 @@ def test_a_mixture_is_recovered_from_every_layout(
     )
 
 
+def _exchanged(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return tensors of a model with inputs and outputs of stacked experts exchanged."""
+    return {
+        name: tensor.mT.contiguous() if ".experts." in name else tensor
+        for name, tensor in tensors.items()
+    }
+
+
+def _one_by_one(tensors: dict[str, torch.Tensor], *, is_exchanged: bool) -> dict[str, torch.Tensor]:
+    """Return tensors of a model with stacked experts as separate matrices."""
+    result = dict[str, torch.Tensor]()
+    for name, tensor in tensors.items():
+        stack, _, last = name.rpartition(".experts.")
+        if not stack:
+            result[name] = tensor
+            continue
+        for number, entry in enumerate(tensor.mT if is_exchanged else tensor):
+            names = ("gate_proj", "up_proj") if last == "gate_up_proj" else (last,)
+            for projection, rows in zip(names, entry.chunk(len(names)), strict=True):
+                result[f"{stack}.experts.{number}.{projection}.weight"] = rows.contiguous()
+    return result
+
+
+@pytest.mark.parametrize("form", ["exchanged", "one by one"])
+@pytest.mark.parametrize("name", ["qwen3-vl moe", "qwen3.5 moe, language model"])
+def test_stacked_experts_are_read_in_every_form(
+    tmp_path: Path, folders: dict[str, Path], name: str, form: str
+) -> None:
+    """transformers 5 writes Qwen3-VL with outputs before inputs, unlike the published files."""
+    tensors = load_file(folders[name] / "model.safetensors")
+    changed = (
+        _exchanged(tensors)
+        if form == "exchanged"
+        else _one_by_one(tensors, is_exchanged=name == "qwen3-vl moe")
+    )
+    save_file(changed, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    (tmp_path / "config.json").write_text(json.dumps(MIXTURES[name].config))
+    source, other = open_weights(folders[name]), open_weights(tmp_path)
+    assert compare(source, other, None).different == ()
+    assert source.has_published_experts and not other.has_published_experts
+    write_hf(other, tmp_path / "hf", None)
+    written = load_file(tmp_path / "hf" / "model.safetensors")
+    assert written.keys() == tensors.keys()
+    assert all(torch.equal(written[key], tensor) for key, tensor in tensors.items())
+
+
+def test_an_expert_without_a_matrix_is_named(tmp_path: Path, folders: dict[str, Path]) -> None:
+    tensors = load_file(folders["qwen3-vl moe"] / "model.safetensors")
+    changed = _one_by_one(tensors, is_exchanged=True)
+    del changed["model.language_model.layers.2.mlp.experts.3.up_proj.weight"]
+    save_file(changed, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    (tmp_path / "config.json").write_text(json.dumps(MIXTURES["qwen3-vl moe"].config))
+    with pytest.raises(MsrlError, match=mentions("layers.2.mlp.experts", "[3]")):
+        open_weights(tmp_path)
+
+
 def test_an_expert_is_sharded_on_its_rank(folders: dict[str, Path]) -> None:
     """Expert 5 of 8 is number 1 of the second group, with two groups of two shards each."""
     hf, source = (
@@ -235,6 +292,11 @@ def test_the_bias_of_experts_remains_in_float32(folders: dict[str, Path]) -> Non
             ParallelLayout(tp=8, pp=4, ep=8, etp=1),
         ),
         ("DeepSeek-V2-Lite.config.json", 15_706_484_224, ParallelLayout(ep=8)),
+        (
+            "aic/Qwen--Qwen3-VL-30B-A3B-Instruct_config.json",
+            31_070_754_032,
+            ParallelLayout(tp=4, ep=8, etp=1),
+        ),
         ("aic/openai--gpt-oss-20b_config.json", 20_914_757_184, ParallelLayout(tp=4, ep=8, etp=1)),
         (
             "aic/openai--gpt-oss-120b_config.json",

@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 
 import families
 from families import FAMILIES
+from mixture_families import MIXTURES
 from msrl.checkpoint.convert import McoreTarget, write_hf, write_mcore
 from msrl.checkpoint.hf.pass_through import FILE as CARRIED
 from msrl.checkpoint.source import ShardedSource, open_mcore, open_weights
@@ -25,8 +26,9 @@ from msrl.models.vision.tensors import is_tower
 from msrl.verification.bits import compare, find_unequal_copies
 from support import mentions
 
-TOWERS = ("qwen2-vl", "qwen2.5-vl", "qwen3-vl", "qwen3.5, language model")
-CONFIGS = {name: FAMILIES[name].config for name in TOWERS}
+TOWERS = ("qwen2-vl", "qwen2.5-vl", "qwen3-vl", "qwen3.5, language model", "qwen3-vl moe")
+ROWS = FAMILIES | MIXTURES
+CONFIGS = {name: ROWS[name].config for name in TOWERS}
 TARGETS = {
     "tp2 pp2": McoreTarget(ParallelLayout(2, 2)),
     "virtual stages": McoreTarget(ParallelLayout(pp=2, vpp=1)),
@@ -37,7 +39,7 @@ TARGETS = {
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     root = tmp_path_factory.mktemp("towers")
-    return families.save_models(root, {name: FAMILIES[name] for name in TOWERS})
+    return families.save_models(root, {name: ROWS[name] for name in TOWERS})
 
 
 def with_vision(name: str, **changes: object) -> dict[str, object]:

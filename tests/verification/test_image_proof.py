@@ -29,6 +29,7 @@ def report(capsys: pytest.CaptureFixture[str]) -> str:
         pytest.param("qwen2.5-vl", {"tp": 2, "pp": 2}, marks=pytest.mark.full),
         pytest.param("qwen2-vl", {"pp": 2, "vpp": 1}, marks=pytest.mark.full),
         pytest.param("qwen2.5-vl", {"format": "dist"}, marks=pytest.mark.full),
+        pytest.param("qwen3-vl moe", {"tp": 2, "ep": 2, "etp": 1}, marks=pytest.mark.full),
     ],
 )
 def test_conversions_both_ways_are_verified_with_pictures(
@@ -42,6 +43,17 @@ def test_conversions_both_ways_are_verified_with_pictures(
     before, after = (load_file(x / "model.safetensors") for x in (folder, tmp_path / "hf"))
     assert before.keys() == after.keys()
     assert all(same_bits(after[key], tensor) for key, tensor in before.items())
+
+
+@pytest.mark.full
+def test_exchanged_experts_are_verified_layer_by_layer(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """transformers' modules have outputs before inputs, other than the files."""
+    folder = image_models.save_model(tmp_path / "model", "qwen3-vl moe")
+    monkeypatch.setattr("msrl.verification.report.fits_in_memory", lambda shape: False)
+    run(command="hf2mcore", load=folder, save=tmp_path / "mcore", ep=2)
+    assert_mentions(report(capsys), "logits, fp32", "layer by layer", "transformers, Megatron")
 
 
 @pytest.mark.full

@@ -54,6 +54,7 @@ class HfSource(WeightSource):
         """Open the weight files of the folder, or `tensors` that are stored elsewhere."""
         self._checkpoint = HfCheckpoint(folder, tensors)
         self.shape, self.hf_dir = self._checkpoint.shape, folder
+        self.has_published_experts = self._checkpoint.has_published_experts
 
     def dtype(self, rule: Rule) -> torch.dtype:
         if not rule.hf:

@@ -30,6 +30,8 @@ class WeightSource(ABC):
 
     shape: Shape
     hf_dir: Path  # where config.json and the tokenizer are
+    has_published_experts: bool = True
+    """False for a folder whose experts have another form than the published one."""
 
     @abstractmethod
     def dtype(self, rule: Rule) -> torch.dtype:

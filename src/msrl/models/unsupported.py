@@ -31,7 +31,6 @@ UNSUPPORTED = {
     "Qwen 1.5 and later are",
     "Mamba2ForCausalLM": "it is a state-space model without attention",
     "MambaForCausalLM": "it is a state-space model without attention",
-    "Qwen3VLMoeForConditionalGeneration": _VISION_EXPERTS,
     "Glm4vMoeForConditionalGeneration": _VISION_EXPERTS,
     "Llama4ForConditionalGeneration": _VISION_EXPERTS,
     "InternVLChatModel": "its language model has no separate config.json",

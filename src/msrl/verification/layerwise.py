@@ -230,6 +230,10 @@ def _filler(source: WeightSource, dtype: torch.dtype | None) -> Fill:
         for entry, target in zip(
             layer_tensor.entries, into if layer_tensor.is_stack else [into], strict=True
         ):
-            put(target, build(*entry), name)
+            value = build(*entry)
+            # transformers exchanges inputs and outputs where the shape requires it (`Transpose`
+            # with `check_dims` in its `core_model_loading.py`).
+            has_shape = not layer_tensor.is_stack or value.shape == target.shape
+            put(target, value if has_shape else value.mT, name)
 
     return fill

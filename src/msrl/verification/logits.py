@@ -57,8 +57,10 @@ class LogitSource:
         """Return the logits of transformers, which loads the folder of `source` as a user would.
 
         transformers loads quantized weights only on some devices, so it receives them dequantized.
+        It does not read experts in every form that msrl does, and receives the published one.
         """
-        if not self.in_memory or "quantization_config" in read_hf_config(folder).values:
+        is_quantized = "quantization_config" in read_hf_config(folder).values
+        if not self.in_memory or is_quantized or not source.has_published_experts:
             return self.from_weights(source, None)
         with self._progress("transformers") as bar:
             return _logits_from_folder(folder, self._prompts, bar.advance)

@@ -198,9 +198,11 @@ def _raise_if_lost(started: Sequence[ProcessRecord], error: Exception) -> None:
 def needs_weight_transfer(source: WeightSource, model: str | None, lora: str | None = None) -> bool:
     """Return True if the engine cannot read the weights itself.
 
-    That is the case if they are not in the folder of config and tokenizer, or have an adapter.
+    That is the case if they are not in the folder of config and tokenizer, have an adapter, or have
+    experts in another form than the published one.
     """
-    return lora is not None or (model is not None and source.hf_dir != Path(model))
+    is_elsewhere = model is not None and source.hf_dir != Path(model)
+    return lora is not None or is_elsewhere or not source.has_published_experts
 
 
 def choose_renderer(

@@ -18,6 +18,7 @@ import torch
 
 import families
 from families import FAMILIES
+from mixture_families import MIXTURES
 from msrl.algorithms.packing import Sequences
 from msrl.types import Bools, Image, Ints, PlacedImage
 from msrl.vision.settings import read_vision_settings
@@ -27,6 +28,7 @@ CHANGES = {
     "qwen2-vl": {},
     "qwen2.5-vl": {"depth": 3, "window_size": 56, "fullatt_block_indexes": [1]},
     "qwen3-vl": {"depth": 3, "deepstack_visual_indexes": [0, 2], "num_position_embeddings": 25},
+    "qwen3-vl moe": {"depth": 3, "deepstack_visual_indexes": [0, 2]},
     "qwen3.5": {"num_position_embeddings": 25},
 }
 _ROWS = {"qwen3.5": "qwen3.5, language model"}  # of families, where they have other names
@@ -35,7 +37,7 @@ START, END, TOKEN = 190, 191, 197
 
 def config(name: str) -> dict[str, Any]:
     """Return the config of a model."""
-    values = copy.deepcopy(FAMILIES[_ROWS.get(name, name)].config)
+    values = copy.deepcopy((FAMILIES | MIXTURES)[_ROWS.get(name, name)].config)
     values["vision_config"] |= CHANGES[name]
     return values
 
@@ -138,10 +140,16 @@ def reference(folder: Path) -> Reference:
     loss = total / num_loss_tokens(folder)
     loss.backward()
     gradients = {
-        _file_name(name, architecture): parameter.grad.numpy()
+        _file_name(name, architecture): _file_gradient(name, parameter.grad, architecture).numpy()
         for name, parameter in model.named_parameters()
     }
     return Reference(tuple(logits), loss.item(), gradients)
+
+
+def _file_gradient(name: str, gradient: torch.Tensor, architecture: str) -> torch.Tensor:
+    """Return a gradient in the form of the files: those of Qwen3-VL have inputs before outputs."""
+    is_exchanged = architecture.startswith("Qwen3VLMoe") and ".experts." in name
+    return gradient.mT if is_exchanged else gradient
 
 
 def _file_name(name: str, architecture: str) -> str:

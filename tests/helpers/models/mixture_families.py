@@ -5,7 +5,7 @@ They cover experts, groups, shared experts and latent attention.
 
 from __future__ import annotations
 
-from families import COMMON, DELTA, QWEN2, QWEN3_5, QWEN3_5_VL, Family
+from families import COMMON, DELTA, QWEN2, QWEN3_5, QWEN3_5_VL, QWEN3_VL, Family
 
 _EXPERTS = {"num_experts_per_tok": 3, "moe_intermediate_size": 48, "norm_topk_prob": True}
 QWEN3_MOE = {
@@ -154,6 +154,22 @@ QWEN3_5_MOE_TEXT = {
     "architectures": ["Qwen3_5MoeForCausalLM"],
     "torch_dtype": "float32",
 }
+QWEN3_VL_MOE = {
+    **QWEN3_VL,
+    "architectures": ["Qwen3VLMoeForConditionalGeneration"],
+    "model_type": "qwen3_vl_moe",
+    "tie_word_embeddings": False,
+    "text_config": {
+        **QWEN3_VL["text_config"],
+        **_EXPERTS,
+        "model_type": "qwen3_vl_moe_text",
+        "tie_word_embeddings": False,
+        "num_experts": 8,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [1],
+    },
+    "vision_config": {**QWEN3_VL["vision_config"], "model_type": "qwen3_vl_moe"},
+}
 GLM47_FLASH = {
     **{key: value for key, value in DEEPSEEK_V3.items() if key not in ("first_k_dense_replace",)},
     "architectures": ["Glm4MoeLiteForCausalLM"],
@@ -297,6 +313,9 @@ MIXTURES = {
         QWEN3_5_MOE_TEXT, "aic/Qwen--Qwen3.5-35B-A3B_config.json, its text_config"
     ),
     "qwen3.5 moe, language model": Family(QWEN3_5_MOE, "aic/Qwen--Qwen3.5-35B-A3B_config.json"),
+    "qwen3-vl moe": Family(
+        QWEN3_VL_MOE, "aic/Qwen--Qwen3-VL-30B-A3B-Instruct_config.json, with one dense layer"
+    ),
     "glm 4.7 flash": Family(
         GLM47_FLASH, "the defaults of transformers' Glm4MoeLiteConfig, those of GLM-4.7-Flash"
     ),

@@ -19,13 +19,14 @@ from safetensors.torch import save_file
 
 import families
 from families import FAMILIES
+from mixture_families import MIXTURES
 from msrl.types import Floats, Image, Ints, PlacedImage, Prompt
 from msrl.vision.pixels import decode_image, patches_of
 from msrl.vision.settings import read_vision_settings
 from msrl.vision.sizes import grid_of, image_tokens
 from tiny_qwen2 import VOCAB_SIZE, make_tokenizer
 
-MODELS = ("qwen2-vl", "qwen2.5-vl", "qwen3-vl")
+MODELS = ("qwen2-vl", "qwen2.5-vl", "qwen3-vl", "qwen3-vl moe")
 VISION_TOKENS = (
     "<|vision_start|>", "<|vision_end|>", "<|vision_pad|>", "<|image_pad|>", "<|video_pad|>",
 )  # fmt: skip
@@ -43,18 +44,19 @@ _TOWERS: dict[str, dict[str, Any]] = {
         "out_hidden_size": 128,
     },
 }  # fmt: skip
+_TOWERS["qwen3-vl moe"] = _TOWERS["qwen3-vl"]
 
 
 def config(name: str) -> dict[str, Any]:
     """Return the config of a model."""
-    values = copy.deepcopy(FAMILIES[name].config) | IDS
+    values = copy.deepcopy((FAMILIES | MIXTURES)[name].config) | IDS
     values["vision_config"] |= _TOWERS[name]
     text = values.get("text_config", values)
     text |= {
         "hidden_size": 128, "vocab_size": VOCAB_SIZE, "max_position_embeddings": 1024,
         "bos_token_id": None, "eos_token_id": 2,
     }  # fmt: skip
-    if name != "qwen3-vl":
+    if not name.startswith("qwen3-vl"):
         text["rope_scaling"] = {"type": "mrope", "mrope_section": [4, 6, 6]}
     return values
 

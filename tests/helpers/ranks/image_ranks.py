@@ -36,7 +36,7 @@ class Case:
 
     @property
     def num_ranks(self) -> int:
-        return self.layout.replica_size * len(self.batches)
+        return self.layout.pp * self.layout.tp * self.layout.cp * len(self.batches)
 
 
 @dataclass

@@ -39,7 +39,12 @@ class Running:
 
 @pytest.fixture(
     scope="module",
-    params=[pytest.param("qwen2-vl", marks=pytest.mark.full), "qwen2.5-vl", "qwen3-vl"],
+    params=[
+        pytest.param("qwen2-vl", marks=pytest.mark.full),
+        "qwen2.5-vl",
+        "qwen3-vl",
+        pytest.param("qwen3-vl moe", marks=pytest.mark.full),
+    ],
 )
 def running(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory

@@ -34,6 +34,12 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "cp2 ulysses": {"layout": Layout(cp=2, **ULYSSES)},
     "dp2": {"batches": UNEQUAL},
     "dp2 text": {"batches": WITHOUT},
+    "ep2": {"layout": Layout(ep=2), "batches": UNEQUAL},
+    "ep2 text": {"layout": Layout(ep=2), "batches": WITHOUT},
+    "tp2 ep2": {"layout": Layout(tp=2, ep=2), "batches": UNEQUAL},
+    "tp2 ep2 etp1": {"layout": Layout(tp=2, ep=2, etp=1)},
+    "pp2 ep2": {"layout": Layout(pp=2, ep=2), "batches": UNEQUAL},
+    "cp2 ep2": {"layout": Layout(cp=2, ep=2)},
 }
 # Steps with overlapped reduction, whose last micro-batches have images on some ranks or none
 OVERLAPPED: dict[str, dict[str, Any]] = {
@@ -51,13 +57,18 @@ def _row(folders: dict[str, Path], model: str, layout: str, *, recomputed: bool 
 
 # Deeper features of Qwen3-VL are added on the first virtual stage only, and delta networks of
 # Qwen3.5 need all tokens of a head.
-WITHOUT_LAYOUT = {("qwen3-vl", "vpp"), ("qwen3.5", "cp2"), ("qwen3.5", "cp2 ring")}
+WITHOUT_LAYOUT = {
+    *(("qwen3-vl", "vpp"), ("qwen3-vl moe", "vpp")),
+    *(("qwen3.5", "cp2"), ("qwen3.5", "cp2 ring")),
+}
+MIXTURES = ("qwen3-vl moe",)
 TABLE = [
     (model, layout, recomputed)
     for model in MODELS
     for layout in LAYOUTS
     for recomputed in (False, True)
     if (model, layout) not in WITHOUT_LAYOUT
+    if model in MIXTURES or not LAYOUTS[layout].get("layout", Layout()).ep > 1
 ]
 FAST = [
     ("qwen2-vl", "one rank", False),
@@ -68,6 +79,8 @@ FAST = [
     ("qwen3-vl", "cp2 ring", False),
     ("qwen2-vl", "dp2", False),
     ("qwen3.5", "one rank", False),
+    ("qwen3-vl moe", "ep2", True),
+    ("qwen3-vl moe", "tp2 ep2 etp1", False),
 ]
 
 

@@ -2,6 +2,16 @@
 
 They are unstacked on reading and stacked on writing. In between, entry 3 of the tensor NAME is a
 separate tensor `NAME[3]` (see `models.entries`).
+
+Files of a family that publishes stacks have experts in one of three forms. All are read, and the
+published one is written:
+
+    experts.gate_up_proj [experts, 2 ffn, hidden]   experts.down_proj [experts, hidden, ffn]
+    experts.gate_up_proj [experts, hidden, 2 ffn]   experts.down_proj [experts, ffn, hidden]
+    experts.3.gate_proj.weight, experts.3.up_proj.weight, experts.3.down_proj.weight
+
+Source: the mappings of `qwen3_vl_moe` and `qwen2_moe` in transformers' `conversion_mapping.py`.
+transformers 5 writes the first form of Qwen3-VL, which is published in the second one.
 """
 
 from __future__ import annotations
@@ -10,11 +20,13 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
 
+import torch
 from torch import Tensor
 
 from msrl.checkpoint.hf.weight_files import StoredTensor
 from msrl.checkpoint.torch_files.reader import TensorSpec
 from msrl.models.entries import entry, split_entry
+from msrl.models.rules import Packed, Rule
 
 
 def unstack(stored: Mapping[str, StoredTensor], stacks: Iterable[str]) -> dict[str, StoredTensor]:
@@ -41,6 +53,65 @@ def unstack(stored: Mapping[str, StoredTensor], stacks: Iterable[str]) -> dict[s
 
 def _read(stack: StoredTensor, number: int) -> Tensor:
     return stack.read()[number]
+
+
+def published_experts(
+    stored: Mapping[str, StoredTensor], rules: Iterable[Rule]
+) -> dict[str, StoredTensor]:
+    """Return unstacked tensors with all experts in the published form of their family."""
+    tensors, entries = dict(stored), dict[str, Rule]()
+    for rule in rules:
+        if rule.expert is None or split_entry(rule.hf[0]) is None or len(rule.shapes[0]) < 2:
+            continue
+        layout = rule.layout
+        if isinstance(layout, Packed) and layout.alternating:
+            continue  # gpt-oss, whose files have one form
+        entries[rule.hf[0]] = rule
+    for name, rule in entries.items():
+        if name not in tensors:
+            _join_expert(tensors, name, rule)
+    # One of the two matrices may be square, which tells nothing.
+    if any(_is_turned(tensors.get(name), rule) for name, rule in entries.items()):
+        tensors |= {name: _turned(tensors[name]) for name in entries if name in tensors}
+    return tensors
+
+
+def _join_expert(tensors: dict[str, StoredTensor], name: str, rule: Rule) -> None:
+    """Replace the tensors of an expert that is separate by the entry `name`, if they exist."""
+    position = split_entry(name)
+    assert position is not None
+    prefix, _, last = position[0].rpartition(".")
+    projections = ("gate_proj", "up_proj") if last == "gate_up_proj" else (last,)
+    names = [f"{prefix}.{position[1]}.{projection}.weight" for projection in projections]
+    parts = [tensors[each] for each in names if each in tensors]
+    if len(parts) < len(names) or any(part.spec != parts[0].spec for part in parts):
+        return
+    for each in names:
+        del tensors[each]
+    first = parts[0].spec
+    spec = TensorSpec(first.dtype, (first.shape[0] * len(parts), *first.shape[1:]))
+    joined = StoredTensor(parts[0].file, spec, partial(_read_rows, parts))
+    is_transposed = isinstance(rule.layout, Packed) and rule.layout.transposed
+    tensors[name] = _turned(joined) if is_transposed else joined
+
+
+def _is_turned(stored: StoredTensor | None, rule: Rule) -> bool:
+    """Return True for a tensor with inputs and outputs exchanged."""
+    size = rule.shapes[0]
+    return stored is not None and stored.spec.shape == size[::-1] != size
+
+
+def _turned(stored: StoredTensor) -> StoredTensor:
+    spec = TensorSpec(stored.spec.dtype, stored.spec.shape[::-1])
+    return StoredTensor(stored.file, spec, partial(_read_turned, stored))
+
+
+def _read_turned(stored: StoredTensor) -> Tensor:
+    return stored.read().mT
+
+
+def _read_rows(parts: list[StoredTensor]) -> Tensor:
+    return torch.cat([part.read() for part in parts])
 
 
 def stack_experts(

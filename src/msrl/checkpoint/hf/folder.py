@@ -18,7 +18,7 @@ from torch import Tensor
 
 from msrl.checkpoint.dtypes import hf_name
 from msrl.checkpoint.hf import fp8, mxfp4
-from msrl.checkpoint.hf.expert_stacks import unstack
+from msrl.checkpoint.hf.expert_stacks import published_experts, unstack
 from msrl.checkpoint.hf.weight_files import StoredTensor, open_weight_files, some
 from msrl.errors import ManyErrors, MsrlError
 from msrl.files import utf8
@@ -66,7 +66,9 @@ class HfCheckpoint:
         )
         if self.shape.vision is not None:
             stored = published_names(stored, self.shape.vision)
-        self._stored = unstack(stored, stack_sizes(self.shape))
+        unstacked = unstack(stored, stack_sizes(self.shape))
+        self._stored = published_experts(unstacked, all_rules(self.shape))
+        self.has_published_experts = self._stored == unstacked
         self.specs = {name: stored.spec for name, stored in self._stored.items()}
         self._check_against(self.shape)
 

@@ -73,8 +73,7 @@ def mixture_rules(
         )
     for number in range(moe.num_experts):
         if experts.stack:
-            stack = f"{prefix}{experts.stack}"
-            rules += _stacked_expert(stack, hidden, moe.ffn_hidden_size, number)
+            rules += _stacked_expert(prefix, hidden, moe.ffn_hidden_size, number, experts)
             continue
         rules += _feed_forward(
             "experts.local_experts.{expert}.",
@@ -87,13 +86,21 @@ def mixture_rules(
     return tuple(rules)
 
 
-def _stacked_expert(stack: str, hidden: int, ffn: int, number: int) -> tuple[Rule, Rule]:
+def _stacked_expert(
+    prefix: str, hidden: int, ffn: int, number: int, names: ExpertNames
+) -> tuple[Rule, Rule]:
     """Return the rules of the two matrices of an expert that are entries of larger tensors."""
     mcore = f"{_MCORE}experts.local_experts.{{expert}}.linear_"
-    halves, names = Packed(GateUp(), (ffn, ffn)), ("gate_up_proj[{expert}]", "down_proj[{expert}]")
+    stack = f"{prefix}{names.stack}"
+    gate_up, down = (f"{stack}{name}[{{expert}}]" for name in ("gate_up_proj", "down_proj"))
+    halves = Packed(GateUp(), (ffn, ffn), transposed=names.transposed)
+    whole = Packed(Sharded(1), (hidden,), transposed=True) if names.transposed else Sharded(1)
+    sizes = (2 * ffn, hidden), (hidden, ffn)
+    if names.transposed:
+        sizes = (hidden, 2 * ffn), (ffn, hidden)
     return (
-        Rule(f"{mcore}fc1.weight", (stack + names[0],), halves, ((2 * ffn, hidden),), number),
-        Rule(f"{mcore}fc2.weight", (stack + names[1],), Sharded(1), ((hidden, ffn),), number),
+        Rule(f"{mcore}fc1.weight", (gate_up,), halves, (sizes[0],), number),
+        Rule(f"{mcore}fc2.weight", (down,), whole, (sizes[1],), number),
     )
 
 

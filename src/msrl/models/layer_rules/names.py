@@ -43,7 +43,7 @@ class ExpertNames:
     """A family's Hugging Face names inside a mixture layer.
 
     With a `stack`, all experts of a layer are in the two tensors `gate_up_proj` [experts, 2 ffn,
-    hidden] and `down_proj` below that name.
+    hidden] and `down_proj` below that name, or [experts, hidden, 2 ffn] if they are `transposed`.
     """
 
     router: str = "mlp.gate"
@@ -55,6 +55,7 @@ class ExpertNames:
     shared: str = "mlp.shared_experts."
     shared_gate: str = "mlp.shared_expert_gate"
     stack: str = ""
+    transposed: bool = False
 
 
 LLAMA, EXPERTS = Names(), ExpertNames()

@@ -141,7 +141,7 @@ def _layer_spec(shape: Shape, layer: int) -> ModuleSpec:
     block = shape.layers[layer].feed_forward
     adds_features = shape.vision is not None and layer < len(shape.vision.deepstack)
     return ModuleSpec(
-        module=DeepstackLayer if adds_features else _layer_class(shape, shape.layers[layer]),
+        module=_layer_class(shape, shape.layers[layer], adds_features=adds_features),
         params={"number": layer} if adds_features else {},
         submodules=TransformerLayerSubmodules(
             input_layernorm=RmsNorm,
@@ -158,13 +158,20 @@ def _layer_spec(shape: Shape, layer: int) -> ModuleSpec:
     )
 
 
-def _layer_class(shape: Shape, layer: Layer) -> type[TransformerLayer]:
-    if isinstance(layer.feed_forward, Moe):
-        assert not shape.post_norms, (
-            "no family has a mixture of experts and norms behind its sublayers"
-        )
+def _layer_class(shape: Shape, layer: Layer, *, adds_features: bool) -> type[TransformerLayer]:
+    is_mixture = isinstance(layer.feed_forward, Moe)
+    assert not (shape.post_norms and (is_mixture or adds_features)), (
+        "no family has norms behind its sublayers and a mixture of experts or deeper features"
+    )
+    if adds_features:
+        return DeepstackMixtureLayer if is_mixture else DeepstackLayer
+    if is_mixture:
         return MixtureLayer
     return PostNormLayer if shape.post_norms else TransformerLayer
+
+
+class DeepstackMixtureLayer(DeepstackLayer, MixtureLayer):
+    """Layer with experts, after which deeper features of images are added."""
 
 
 def _mixer_spec(shape: Shape, layer: int) -> ModuleSpec:
