@@ -168,7 +168,13 @@ def test_packed_groups_and_halves_are_not_split(name: str) -> None:
     ("architecture", "reason"),
     [
         ("Mamba2ForCausalLM", "state-space"),
-        ("Llama4ForConditionalGeneration", "mixture of experts"),
+        ("Llama4ForConditionalGeneration", "chunks"),
+        ("Glm4vForConditionalGeneration", "convolution"),
+        ("Glm4vMoeForConditionalGeneration", "convolution"),
+        ("InternVLForConditionalGeneration", "vision tower"),
+        ("KimiVLForConditionalGeneration", "vision tower"),
+        ("Qwen2_5OmniModel", "audio"),
+        ("Qwen3OmniMoeForConditionalGeneration", "audio"),
         ("GemmaForCausalLM", "Gemma 2"),
     ],
 )

@@ -78,6 +78,8 @@ def test_limits_can_be_changed_and_a_manifest_has_all_settings(tmp_path):
         (PROCESSOR | {"resample": 9}, {}, ("resample=9",)),
         (PROCESSOR | {"size": 3}, {}, ("size=3",)),
         ({}, {"image_token_id": "x"}, ("image_token_id",)),
+        ({}, {"architectures": ["Gemma3ForConditionalGeneration"]}, ("both directions",)),
+        ({}, {"architectures": ["Mistral3ForConditionalGeneration"]}, ("Mistral 3", "text only")),
         ([], {}, ("JSON object",)),
     ],
 )  # fmt: skip

@@ -9,7 +9,10 @@ from __future__ import annotations
 _MUP = "its residuals, embeddings and logits are scaled by constants"
 _FUSED = "its query, key and value tensors are packed under names that msrl does not read"
 _MIXER = "its norms are LayerNorms with biases and its router is a sparse mixer"
-_VISION_EXPERTS = "its language model is a mixture of experts within a vision-language model"
+_TOWER = "its vision tower is none of those that msrl has (Qwen2-VL to Qwen3.5)"
+_CODE_TOWER = f"its code comes with its checkpoints, and {_TOWER}"
+_GLM_TOWER = "its vision tower ends in a convolution, which msrl does not have"
+_AUDIO = "it reads audio, which msrl does not"
 
 UNSUPPORTED = {
     "DeepseekV4ForCausalLM": "its attention compresses keys and values and its residual streams "
@@ -31,7 +34,32 @@ UNSUPPORTED = {
     "Qwen 1.5 and later are",
     "Mamba2ForCausalLM": "it is a state-space model without attention",
     "MambaForCausalLM": "it is a state-space model without attention",
-    "Glm4vMoeForConditionalGeneration": _VISION_EXPERTS,
-    "Llama4ForConditionalGeneration": _VISION_EXPERTS,
-    "InternVLChatModel": "its language model has no separate config.json",
+    "Glm4vForConditionalGeneration": _GLM_TOWER,
+    "Glm4vMoeForConditionalGeneration": _GLM_TOWER,
+    "Llama4ForConditionalGeneration": "most of its layers attend within chunks of tokens, and the "
+    "others have no positions",
+    "Llama4ForCausalLM": "most of its layers attend within chunks of tokens, and the others have "
+    "no positions",
+    "MllamaForConditionalGeneration": "its images are read by cross-attention",
+    "Gemma3nForConditionalGeneration": "each of its layers has another embedding of the tokens",
+    "Gemma4ForConditionalGeneration": "only its predecessors Gemma 2 and 3 are",
+    "InternVLForConditionalGeneration": _TOWER,
+    "InternVLChatModel": _CODE_TOWER,
+    "InternS1ForConditionalGeneration": _TOWER,
+    "KimiVLForConditionalGeneration": _CODE_TOWER,
+    "KimiK25ForConditionalGeneration": _CODE_TOWER,
+    "MiniCPMV": _CODE_TOWER,
+    "LlavaForConditionalGeneration": _TOWER,
+    "LlavaNextForConditionalGeneration": _TOWER,
+    "LlavaOnevisionForConditionalGeneration": _TOWER,
+    "PaliGemmaForConditionalGeneration": _TOWER,
+    "Idefics3ForConditionalGeneration": _TOWER,
+    "SmolVLMForConditionalGeneration": _TOWER,
+    "Qwen2_5OmniModel": _AUDIO,
+    "Qwen2_5OmniForConditionalGeneration": _AUDIO,
+    "Qwen2_5OmniThinkerForConditionalGeneration": _AUDIO,
+    "Qwen3OmniMoeForConditionalGeneration": _AUDIO,
+    "Qwen3OmniMoeThinkerForConditionalGeneration": _AUDIO,
+    "Qwen2AudioForConditionalGeneration": _AUDIO,
+    "VoxtralForConditionalGeneration": _AUDIO,
 }

@@ -18,6 +18,12 @@ from msrl.models.hf_config import MAX_FILE_BYTES, HfConfig, read_hf_config
 from msrl.strict_json import loads
 
 PROCESSORS = ("Qwen2VLImageProcessor", "Qwen2VLImageProcessorFast", "Qwen2VLImageProcessorPil")
+# Models of text that have a vision tower, and why their images are not read.
+_TEXT_ONLY = {
+    "Gemma3ForConditionalGeneration": "image tokens of Gemma 3 attend in both directions, which is "
+    "not supported",
+    "Mistral3ForConditionalGeneration": "the vision tower of Mistral 3 is not supported",
+}
 _FILES = ("processor_config.json", "preprocessor_config.json")
 _RESAMPLING = {0: "nearest", 1: "lanczos", 2: "bilinear", 3: "bicubic", 4: "box", 5: "hamming"}
 _CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)
@@ -139,6 +145,12 @@ def read_vision_settings(folder: Path) -> VisionSettings:
             "or name a vision-language model."
         )
     config = read_hf_config(folder)
+    reason = _TEXT_ONLY.get(config.architecture())
+    if reason is not None:
+        raise MsrlError(
+            f"{folder}: the model reads text only: {reason}. Remove the images or name another "
+            "vision-language model."
+        )
     tower = _inner(config, "vision_config")
     processor = _read_processor(folder)
     _check_processor(processor)
