@@ -133,6 +133,7 @@ class Platform(ABC):
     attention_backend: str = ""
     latent_attention_backend: str = ""  # of models with latent attention (MLA)
     has_sparse_attention: bool = True  # vLLM has kernels of attention to chosen keys
+    groups_sigmoid_scores: bool = False  # vLLM scores experts by sigmoid only with groups of them
     # The dtype for which vLLM has kernels of gated delta networks; None: every dtype.
     delta_network_dtype: str | None = None
     # vLLM's weight transfer engines by the value of rollout.weights.transfer.

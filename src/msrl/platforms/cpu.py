@@ -80,6 +80,7 @@ class CpuPlatform(Platform):
     attention_backend = "v1/attention/backends/cpu_attn.py"
     latent_attention_backend = "v1/attention/backends/mla/cpu_mla.py"
     has_sparse_attention = False
+    groups_sigmoid_scores = True
     delta_network_dtype = "bfloat16"
 
     def missing(self) -> str | None:

@@ -73,6 +73,8 @@ def check_model(config: HfConfig, shape: Shape, platform: Platform) -> None:
     if shape.indexer is not None:
         _check_indexer(config, shape, shape.indexer, platform)
     _check_attention(config, shape, platform)
+    if platform.groups_sigmoid_scores:
+        _check_scores(config, shape, platform)
     if any(rotary.query_growth for rotary in shape.rotaries):
         raise MsrlError(
             f"{config.where}: llama_4_scaling_beta: vLLM does not scale queries by position. "
@@ -132,6 +134,17 @@ def _check_attention(config: HfConfig, shape: Shape, platform: Platform) -> None
     if shape.family == "qwen2" and shape.head_dim * shape.num_attention_heads != shape.hidden_size:
         raise MsrlError(
             f"{config.where}: {key}: vLLM's Qwen2 requires hidden_size / num_attention_heads. "
+            f"{_NOT_GENERATED}"
+        )
+
+
+def _check_scores(config: HfConfig, shape: Shape, platform: Platform) -> None:
+    """Check that vLLM can choose experts by their scores."""
+    is_sigmoid = shape.moe is not None and shape.moe.score == "sigmoid"
+    if is_sigmoid and engine_source.has_ungrouped_scores(shape.architecture):
+        raise MsrlError(
+            f"{config.where}: {shape.architecture}: on {platform.name}, vLLM chooses experts by "
+            f"sigmoid scores only among groups of experts, and this model has none. "
             f"{_NOT_GENERATED}"
         )
 

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 _MODELS = "model_executor/models/registry.py"
+_MODEL = "model_executor/models/{}.py"
 _LOGITS = "model_executor/layers/logits_processor.py"
 _CONFIGS = "transformers_utils/config.py"
 # Dictionaries of models that this version of vLLM does not have.
@@ -68,6 +69,33 @@ def architectures() -> frozenset[str] | None:
         if is_models and isinstance(value, ast.Dict):
             names |= set(_text_keys(value))
     return frozenset(names) if names and not _has_model_plugins() else None
+
+
+@functools.cache
+def has_ungrouped_scores(architecture: str) -> bool | None:
+    """Return True if the model's routers score experts in a configured way and form no groups.
+
+    Returns:
+        None if vLLM's class of this architecture is not known.
+    """
+    for target, value in _assignments(_MODELS):
+        is_models = target.endswith("_MODELS") and target not in _ABSENT_MODELS
+        if is_models and isinstance(value, ast.Dict):
+            for key, entry in zip(value.keys, value.values, strict=True):
+                if isinstance(key, ast.Constant) and key.value == architecture:
+                    return _sets_only_scores(entry)
+    return None
+
+
+def _sets_only_scores(entry: ast.expr) -> bool | None:
+    """Return True if the file of a registry's entry passes `scoring_func` without groups."""
+    module = entry.elts[0] if isinstance(entry, ast.Tuple) and entry.elts else None
+    nodes = statements(_MODEL.format(module.value)) if isinstance(module, ast.Constant) else None
+    if nodes is None:
+        return None
+    calls = (node for statement in nodes for node in ast.walk(statement))
+    names = [set(_keyword_names(node)) for node in calls if isinstance(node, ast.Call)]
+    return any("scoring_func" in keys and "use_grouped_topk" not in keys for keys in names)
 
 
 @functools.cache

@@ -87,16 +87,29 @@ def _context_algorithms(shapes: Sequence[Shape]) -> list[str]:
 
 
 def _engine(module: ModuleType, own: Sequence[Family], shapes: Sequence[Shape]) -> str:
-    if any(rotary.query_growth for shape in shapes for rotary in shape.rotaries):
-        return "refused if queries grow with the position"
-    if any(shape.delta for shape in shapes):
-        return "bfloat16 only; not tried"
     name = module.__name__.rpartition(".")[2]
-    if name in GENERATED:
-        return "yes"
-    if any(row.reference != "transformers" for row in own):
-        return "no: the code comes with the checkpoint"
-    if any(shape.indexer for shape in shapes):
-        return "no: vLLM's CPU backend lacks sparse attention"
-    has_latent = any(shape.mla for shape in shapes)
-    return "only with a latent of 576 channels; not tried" if has_latent else "not tried"
+    answers = [
+        (
+            any(rotary.query_growth for shape in shapes for rotary in shape.rotaries),
+            "refused if queries grow with the position",
+        ),
+        (any(shape.delta for shape in shapes), "bfloat16 only; not tried"),
+        (name in GENERATED, "yes"),
+        (
+            any(row.reference != "transformers" for row in own),
+            "no: the code comes with the checkpoint",
+        ),
+        (
+            any(shape.indexer for shape in shapes),
+            "no: vLLM's CPU backend lacks sparse attention",
+        ),
+        (
+            name == "minimax_m2",
+            "no: vLLM's CPU backend scores by sigmoid only among groups of experts",
+        ),
+        (
+            any(shape.mla for shape in shapes),
+            "only with a latent of 576 channels; not tried",
+        ),
+    ]
+    return next((answer for holds, answer in answers if holds), "not tried")

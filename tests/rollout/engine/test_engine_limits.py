@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from families import FAMILIES
 from mixture_families import MIXTURES
@@ -77,6 +78,30 @@ def test_sparse_attention_is_refused_where_vllm_has_none(tmp_path: Path) -> None
     assert_mentions(refusal(settings, "cuda"), "indexer_types", "index_topk_freq")
     file.write_text(json.dumps({**config, "indexer_rope_interleave": None}))
     assert_mentions(refusal(settings, "cuda"), "indexer_rope_interleave", "true")
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"), [("minimax m2", "groups"), ("glm 4.5", ""), ("mixtral", "")]
+)
+def test_experts_scored_by_sigmoid_need_groups_on_cpu(
+    tmp_path: Path, name: str, reason: str
+) -> None:
+    config = {**MIXTURES[name].config, "hidden_size": 128, "head_dim": 32}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    settings = EngineSettings(tmp_path)
+    message = refusal(settings)
+    assert bool(message) == bool(reason) and reason in message
+    assert refusal(settings, "cuda") == ""
+
+
+def test_the_router_of_vllm_refuses_sigmoid_scores_without_groups_on_cpu() -> None:
+    from vllm.model_executor.layers.fused_moe.router.cpu_router import CPURouter
+
+    keys = {"top_k": 2, "global_num_experts": 4, "scoring_func": "sigmoid", "renormalize": True}
+    router = CPURouter(**keys, use_grouped_topk=False)
+    hidden, logits = torch.zeros(3, 8), torch.zeros(3, 4)
+    with pytest.raises(AssertionError):
+        router.select_experts(hidden, logits)
 
 
 def test_the_platform_of_vllm_refuses_sparse_attention_on_cpu() -> None:
