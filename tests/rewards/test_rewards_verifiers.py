@@ -77,6 +77,8 @@ IFEVAL = [  # constraint, arguments, text behind the thought, score
     ("validate_no_commas", {}, "a", 1.0),
     ("validate_no_commas", {}, "a, b", 0.0),
 ]
+BOX = "[0, 0, 1, 1]"
+CAT = '[{"bbox_2d": [0, 0, 10, 10], "label": "cat"}]'
 CASES = {
     "acc": [
         (r"so \boxed{132}", "132", 1.0),
@@ -290,6 +292,22 @@ CASES = {
         ("5", "5", 0.0),
         ("", "5", 0.0),
     ],
+    "box_iou": [  # overlaps: 1; 50 / 150; 25 / 175; 60 / 140
+        ("[0, 0, 10, 10]", "[0, 0, 10, 10]", 1.0),
+        ("[5, 0, 15, 10]", "[0, 0, 10, 10]", 1 / 3),
+        ('```json\n[{"bbox_2d": [5, 5, 15, 15], "label": "Cat"}]\n```', CAT, 1 / 7),
+        ('<think>[9]</think><answer>{"bbox": [0, 0, 10, 10], "label": "cat "}</answer>', CAT, 1.0),
+        ('[{"bbox_2d": [0, 0, 10, 10], "label": "dog"}]', CAT, 0.0),
+        ("[[0, 0, 10, 10], [50, 50, 60, 60]]", "[0, 0, 10, 10]", 0.5),
+        ("[0, 0, 10, 10]", "[[0, 0, 10, 10], [50, 50, 60, 60]]", 0.5),
+        ("[[1, 0, 11, 10], [0, 0, 10, 10]]", "[[0, 0, 10, 10], [5, 0, 15, 10]]", 5 / 7),
+        ('first [9, 9, 10, 10], then {"boxes": [[0, 0, 10, 10]]}', "[0, 0, 10, 10]", 1.0),
+        ("[10, 10, 0, 0]", "[0, 0, 10, 10]", 0.0),
+        ("none: []", "[]", 1.0),
+        ("none", "[]", 0.0),
+        ("[0, 0, 10, 10]", "[]", 0.0),
+        ("<think>[0, 0, 10, 10]", "[0, 0, 10, 10]", 0.0),
+    ],
 }
 NEEDS_A_SANDBOX = {"code"}  # cases in test_rewards_sandbox.py
 OPTIONS = {
@@ -362,6 +380,10 @@ def test_a_verifier_scores_its_cases(name):
         ("crossthinkqa", {"reward_type": "soft"}, "A", "B", -1.0),
         ("crossthinkqa", {"reward_type": "strict"}, "B", "B", -1.0),
         ("crossthinkqa", {"reward_type": "strict"}, r"\boxed{B}", "B", 1.0),
+        ("box_iou", {"threshold": 0.5}, "[5, 0, 15, 10]", "[0, 0, 10, 10]", 0.0),
+        ("box_iou", {"threshold": 0.5, "counts": "hits"}, "[1, 0, 10, 10]", CAT, 0.0),
+        ("box_iou", {"counts": "hits", "labels": False}, "[1, 0, 10, 10]", CAT, 1.0),
+        ("box_iou", {"extra_boxes": "ignored"}, "[[0, 0, 1, 1], [9, 9, 10, 10]]", BOX, 1.0),
     ],
 )
 def test_an_option_changes_the_score(name, options, response, answer, score):
@@ -380,6 +402,7 @@ def test_an_option_changes_the_score(name, options, response, answer, score):
         ("multiple_choice", {"letters": 1}, (2, 26)),
         ("repetition", {"ngram": 0}, ("ngram", "1")),
         ("repetition", {"max_penalty": -1.0}, ("max_penalty", 0)),
+        ("box_iou", {"threshold": 50.0}, ("threshold", "50.0", 1)),
     ],
 )
 def test_an_invalid_option_is_refused(name, options, fragments):
@@ -411,6 +434,44 @@ def test_an_invalid_option_is_refused(name, options, fragments):
 def test_an_instruction_that_no_text_rule_can_check_is_refused(truth, fragments):
     assert_mentions(verifier("ifeval").answer_refusal(truth), *fragments)
     assert verifier("ifeval").answer_refusal('{"func_name": "validate_title", "N": null}') is None
+
+
+HOSTILE_BOXES = [
+    "[" * 200_000,
+    "[" * 100_000 + "]" * 100_000,
+    '{"a":' * 100_000,
+    "[[0, 0, 10, 10]" * 20_000,
+    f"[{', '.join(['[0, 0, 10, 10]'] * 10_000)}]",
+    f"[0, 0, {'9' * 100_000}, 10]",
+    "x" * 10_000_000 + "[0, 0, 10, 10]",
+    "[NaN, 0, 10, 10]",
+    "[0, 0, Infinity, 10]",
+    "[0, 0, 1e999, 10]",
+    f"[0, 0, {'9' * 400}, 10]",
+    "[0, 0, 1e308, 1e308]",
+    "[0, 0, 0, 10]",
+    "[0, 0, 5e-324, 5e-324]",
+    "[false, 0, 10, 10]",
+    '[{"bbox_2d": {"0": 1}}]',
+    '[{"bbox_2d": "[0, 0, 10, 10]"}]',
+    "[0, 0, 10]",
+]
+
+
+@pytest.mark.parametrize("response", HOSTILE_BOXES, ids=range(len(HOSTILE_BOXES)))
+def test_hostile_boxes_overlap_with_nothing(response):
+    module, started = verifier("box_iou"), time.process_time()
+    assert module.score(response, "[0, 0, 10, 10]") == 0.0
+    assert module.answer_refusal(response)
+    module.explain(response, "[0, 0, 10, 10]")
+    assert time.process_time() - started < 5
+
+
+def test_many_boxes_are_compared_within_the_time_limit_of_a_verifier():
+    boxes = [[i, i % 7, i + 30, 40] for i in range(300)]
+    answer, started = json.dumps(boxes), time.process_time()
+    assert verifier("box_iou").score(answer, answer) == 1.0
+    assert time.process_time() - started < 5
 
 
 def test_every_constraint_has_a_right_and_a_wrong_case():
