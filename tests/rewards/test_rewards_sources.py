@@ -1,15 +1,17 @@
 """Reward sources in real worker processes: user functions, names, tags and failure policies."""
 
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from msrl.errors import ManyErrors, MsrlError
+from msrl.rewards.pool import Pool
 from msrl.rewards.score import Scorer, Source
 from msrl.rewards.shaping import with_neutral_totals
 from msrl.rewards.sources import mistakes
-from msrl.types import Reward, ScoredGroup
+from msrl.types import Image, PlacedImage, Reward, ScoredGroup
 from reward_groups import group, totals
 from support import assert_each_mentions, assert_mentions, mentions
 
@@ -70,6 +72,15 @@ def verl(data_source, solution_str, ground_truth, extra_info=None):
 async def verl_later(*, solution_str, ground_truth, **kwargs):
     assert set(kwargs) == {"data_source", "extra_info"}
     return float(solution_str == "a") + 10 * float(ground_truth == "7")
+
+def sizes(response, answer, images):
+    return float("".join(str(len(open(path, "rb").read())) for path in images) or -1)
+
+def sizes_of_trl(completions, images, **kwargs):
+    return [sizes(text, "", paths) for text, paths in zip(completions, images, strict=True)]
+
+def suffixes(response, answer, images=(), than=3):
+    return float(sum(path.endswith(".png") for path in images))
 
 def texts(data_sources, solution_strs, ground_truths, extra_infos):
     return [1.0]
@@ -136,6 +147,44 @@ def test_a_function_that_is_imported_is_checked_when_it_is_loaded(own):
     importing.write_text("from own import with_prompt\n")
     source = Source(function=f"{importing}:with_prompt")
     with Scorer([source], 1) as scorer, pytest.raises(MsrlError, match=mentions("prompt", "verl")):
+        scorer.score([group("a")])
+
+
+def test_a_function_that_names_images_gets_their_files_while_it_is_called(own, monkeypatch):
+    files = [b"\x89PNG\r\n\x1a\n", b"\xff\xd8\xff of a camera"]
+    images = [Image(str(number), (1, 2, 2), data) for number, data in enumerate(files)]
+    with_images = group("a", "b")
+    placed = tuple(PlacedImage(number, image) for number, image in enumerate(images))
+    with_images = replace(with_images, prompt=replace(with_images.prompt, images=placed))
+    sent = list[tuple[str, ...]]()
+    mapped = Pool.map
+
+    def recorded(pool, calls):
+        calls = list(calls)
+        sent.extend(call.images for call in calls)
+        return mapped(pool, calls)
+
+    monkeypatch.setattr(Pool, "map", recorded)
+    names = ["sizes", "sizes_of_trl", "suffixes", "longer"]
+    sources = [Source(function=f"{own}:{name}", on_failure="fail") for name in names]
+    with Scorer(sources, 1) as scorer:
+        scores = scorer.score([with_images, group("a")])
+    first, second, third = (reward for each in scores.groups for reward in each.rewards)
+    assert first.scores == second.scores
+    assert [first.scores[name] for name in names] == [815.0, 815.0, 1.0, 0.0]
+    assert [third.scores[name] for name in names] == [-1.0, -1.0, 0.0, 0.0]
+    paths = {path for each in sent for path in each}
+    assert len(paths) == 2 and sum(map(bool, sent)) == 6, "one file per image, for those who ask"
+    assert not any(Path(path).exists() for path in paths)
+
+
+def test_a_function_that_is_imported_gets_no_images(own):
+    importing = Path(own).parent / "importing.py"
+    importing.write_text("from own import sizes\n")
+    with (
+        Scorer([Source(function=f"{importing}:sizes")], 1) as scorer,
+        pytest.raises(MsrlError, match=mentions("sizes", "images", "defines")),
+    ):
         scorer.score([group("a")])
 
 

@@ -3,8 +3,8 @@
 They run only in the worker processes of `pool.py`. This module parses their files without executing
 them. A function is called by the names of its parameters: the names of msrl (`response`, `answer`),
 of verl (`data_source`, `solution_str`, `ground_truth`, `extra_info`) and of TRL (`completions` and
-columns). Only names without a meaning, as in (a, b), are called by position. Everything else is
-refused.
+columns). `images` are files of the images of the prompt. Only names without a meaning, as in
+(a, b), are called by position. Everything else is refused.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from msrl.registry import own
 RESPONSE = ("response", "solution_str", "completion")
 ANSWER = ("answer", "ground_truth")
 COLUMNS = ("extra", "extra_info", "data_source")
+IMAGES = "images"
 BATCH, BATCH_ANSWER = "completions", ("answer", "ground_truth", "solution")  # of TRL
 _NEVER_SET = frozenset(("prompts", "completion_ids", "trainer_state"))
 ACCEPTED = (
@@ -90,6 +91,10 @@ class Signature:
         roles = self.positional[:2] if self.by_position else (self.response, self.answer)
         return frozenset((*filter(None, roles), *self.columns))
 
+    def takes_images(self, options: Mapping[str, object]) -> bool:
+        """Return True if a call passes the images of the prompt: no option has their name."""
+        return IMAGES in self.named and IMAGES not in options
+
     def __str__(self) -> str:
         names = [*self.positional, *sorted(self.named - set(self.positional))]
         return f"({', '.join([*names, *(['**kwargs'] if self.has_more else [])])})"
@@ -103,11 +108,25 @@ def mistake(function: str, options: Mapping[str, object]) -> str | None:
     problem = own.mistake(function)
     if problem is not None:
         return problem
+    signature = _defined(function)
+    if signature is None:
+        return None  # imported or assigned; its process checks it before the first call
+    return signature_mistake(own.split(function)[1], signature, options)
+
+
+def reads_images(function: str, options: Mapping[str, object]) -> bool:
+    """Return True if a function that its file defines has a parameter for images."""
+    if own.mistake(function) is not None:
+        return False
+    signature = _defined(function)
+    return signature is not None and signature.takes_images(options)
+
+
+def _defined(function: str) -> Signature | None:
+    """Return the parameters of a function; None if its file imports or assigns it."""
     file, name = own.split(function)
     definition = own.definitions(own.parse(file))[name]
-    if definition is None:
-        return None  # imported or assigned; its process checks it before the first call
-    return signature_mistake(name, _signature(definition.args), options)
+    return None if definition is None else _signature(definition.args)
 
 
 def signature_mistake(name: str, signature: Signature, options: Mapping[str, object]) -> str | None:
@@ -123,7 +142,7 @@ def signature_mistake(name: str, signature: Signature, options: Mapping[str, obj
     if unknown and (not signature.has_more or unknown[0] in signature.own):
         hint = nearest(unknown[0], known) if known else "it takes no options"
         return f"{name} takes no option {unknown[0]}; {hint}"
-    missing = signature.required - signature.own - set(options)
+    missing = signature.required - signature.own - set(options) - {IMAGES}
     if signature.is_batch:
         missing &= _NEVER_SET  # others are columns of the rows
     if missing:

@@ -39,12 +39,16 @@ CRASH_SHARE = 0.1
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """Call of function number `function` of the pool on one response."""
+    """Call of function number `function` of the pool on one response.
+
+    `images` are the files of the images of the prompt.
+    """
 
     function: int
     response: str
     answer: str
     extra: Mapping[str, str] = field(default_factory=dict[str, str])
+    images: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +144,7 @@ class _Worker(WorkerProcess):
     def submit(self, numbers: Sequence[int], calls: Sequence[Call]) -> None:
         self.pending.extend(numbers)
         self.since = time.monotonic()
-        self.send([(call.function, call.response, call.answer, call.extra) for call in calls])
+        self.send([(c.function, c.response, c.answer, c.extra, c.images) for c in calls])
 
     def receive(self) -> list[Frame] | None:
         """Return the new frames (kind, score, detail), or None at the end of the output."""

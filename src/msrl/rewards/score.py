@@ -32,6 +32,7 @@ from msrl.rewards.failures import (
     join_calls,
     require_scores,
 )
+from msrl.rewards.image_files import ImageFiles
 from msrl.rewards.models.on_ranks import RankModel
 from msrl.rewards.pool import Call, CallResult, Pool
 from msrl.rewards.remote import Item
@@ -144,6 +145,7 @@ class Scorer:
         self._rows = RowSources(self._sources, is_optional=has_none)
         self._prompt_text = prompt_text or (lambda _: "")
         functions = [self._sources[s].worker_function(s) for s in self._in_pool]
+        self._image_readers = {n for n, each in enumerate(functions) if each.reads_images}
         self._pool = Pool(functions, num_workers) if functions else None
         self._lock = threading.Lock()
 
@@ -238,16 +240,20 @@ class Scorer:
         # Score the first completion of every prompt, then the second, and so on. A prompt on which
         # a source always hangs then does not delay the source's first calls of other prompts.
         pool_keys.sort(key=lambda key: key[1])
-        results = self._pool.map(self._calls(groups, pool_keys))
+        with ImageFiles() as files:
+            results = self._pool.map(self._calls(groups, pool_keys, files))
         return dict(zip(pool_keys, results, strict=True))
 
-    def _calls(self, groups: Sequence[RolloutGroup], keys: Iterable[_CallKey]) -> list[Call]:
+    def _calls(
+        self, groups: Sequence[RolloutGroup], keys: Iterable[_CallKey], files: ImageFiles
+    ) -> list[Call]:
         calls: list[Call] = []
         for g, c, s in keys:
             prompt, completion = groups[g].prompt, groups[g].completions[c]
             function = self._in_pool.index(s)
             columns = row_columns(prompt, completion)
-            calls.append(Call(function, completion.text, prompt.answer, columns))
+            images = files.paths(prompt) if function in self._image_readers else ()
+            calls.append(Call(function, completion.text, prompt.answer, columns, images))
         return calls
 
     def _items(self, groups: Sequence[RolloutGroup], keys: Iterable[_CallKey]) -> list[Item]:

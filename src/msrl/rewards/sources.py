@@ -118,6 +118,12 @@ class Source(RewardSource):
         return self.kind not in ("url", "model", "judge")
 
     @property
+    def reads_images(self) -> bool:
+        """True if the source is a function of the user that has a parameter for images."""
+        function = self.own_function
+        return function is not None and functions.reads_images(function, self.options)
+
+    @property
     def on_ranks(self) -> bool:
         """True if the training ranks run the model of the source."""
         return runs_on_ranks(self.model, self.engine)
@@ -146,7 +152,8 @@ class Source(RewardSource):
         if self.own_function is None:
             return Function(self.module.__name__, "score", dict(self.options), self.limit_s)
         file, name = own.split(self.own_function)
-        return Function(f"msrl_function_{number}", name, dict(self.options), self.limit_s, file)
+        module, options = f"msrl_function_{number}", dict(self.options)
+        return Function(module, name, options, self.limit_s, file, self.reads_images)
 
 
 @cache

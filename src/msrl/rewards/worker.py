@@ -1,6 +1,7 @@
 """Worker process of `pool.py`, started as `python -m msrl.rewards.worker`.
 
-Messages on standard input: first a Setup, then lists of calls (function, response, answer, extra).
+Messages on standard input: first a Setup, then lists of calls (function, response, answer, extra,
+files of images).
 
 Frames on standard output: first READY, or RAISED if a user's file cannot be loaded, then one per
 call in order. Output that a verifier prints goes to standard error. The process ends with its
@@ -20,7 +21,7 @@ import reprlib
 import signal
 import sys
 import traceback
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -33,7 +34,7 @@ from msrl.user_files import NotLoadedError, load_function
 
 SCORED = 1  # kind of frames with a score
 
-_VerifierCall = Callable[[str, str, Mapping[str, str]], float]
+_VerifierCall = Callable[[str, str, Mapping[str, str], Sequence[str]], float]
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +43,8 @@ class Function:
 
     It is called as `(response, answer, **options)`. With a `file`, the module is loaded from that
     file under this name, and the function is called by the names of its parameters
-    (`functions.py`). A parameter `extra` receives the extra columns of the row.
+    (`functions.py`). A parameter `extra` receives the extra columns of the row. With
+    `reads_images`, the calls have the files of the images of the prompt.
     """
 
     module: str
@@ -50,6 +52,7 @@ class Function:
     options: Mapping[str, Any]
     timeout_s: float
     file: str | None = None
+    reads_images: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,9 +79,9 @@ def main() -> None:
     limit_memory(setup.memory_bytes)
     sink.write(frame(READY))
     while (calls := read(source)) is not None:
-        for index, response, answer, extra in calls:
+        for index, *arguments in calls:
             start_alarm(setup.functions[index].timeout_s)
-            sink.write(_call(verifiers[index], response, answer, extra))
+            sink.write(_call(verifiers[index], *arguments))
         signal.setitimer(signal.ITIMER_REAL, 0.0)
 
 
@@ -95,8 +98,8 @@ def _load(function: Function) -> _VerifierCall:
         return bind(target, function)
     verifier = partial(target, **function.options)
     if "extra" in inspect.signature(target).parameters:
-        return lambda response, answer, extra: verifier(response, answer, extra=extra)
-    return lambda response, answer, _: verifier(response, answer)
+        return lambda response, answer, extra, _: verifier(response, answer, extra=extra)
+    return lambda response, answer, *_: verifier(response, answer)
 
 
 def bind(target: Callable[..., Any], function: Function) -> _VerifierCall:
@@ -111,12 +114,20 @@ def bind(target: Callable[..., Any], function: Function) -> _VerifierCall:
     signature = _signature(target)
     if reason := functions.signature_mistake(name, signature, function.options):
         raise NotLoadedError(f"{function.file}: {reason}")
+    takes_images = signature.takes_images(function.options)
+    if takes_images and not function.reads_images:
+        raise NotLoadedError(
+            f"{function.file}: {name}{signature}: images are passed only to a function that the "
+            "file itself defines. Call it from one"
+        )
 
     arguments = _batch_arguments if signature.is_batch else _row_arguments
 
-    def call(response: str, answer: str, extra: Mapping[str, str]) -> Any:
+    def call(response: str, answer: str, extra: Mapping[str, str], images: Sequence[str]) -> Any:
         positional = (response, answer) if signature.by_position else ()
         values = arguments(signature, response, answer, extra)
+        if takes_images and functions.IMAGES not in values:  # TRL's columns come first
+            values[functions.IMAGES] = [list(images)] if signature.is_batch else list(images)
         result = target(*positional, **{**values, **function.options})
         return _result(result, is_batch=signature.is_batch)
 
@@ -192,10 +203,16 @@ async def _await_value(value: Awaitable[Any]) -> Any:
     return await value
 
 
-def _call(function: _VerifierCall, response: str, answer: str, extra: Mapping[str, str]) -> bytes:
+def _call(
+    function: _VerifierCall,
+    response: str,
+    answer: str,
+    extra: Mapping[str, str],
+    images: Sequence[str],
+) -> bytes:
     """Call a verifier and return the output message."""
     try:
-        value = function(response, answer, extra)
+        value = function(response, answer, extra, images)
         score = _number(value)
         if score is None:
             text = f"{reprlib.repr(value)} ({type(value).__name__})"
