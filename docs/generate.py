@@ -24,6 +24,7 @@ END = "<!-- end of the generated part -->"
 SYSTEMS = {
     "from-mindspeed-rl.md": "mindspeed_rl",
     "from-mindspeed-llm.md": "mindspeed_llm",
+    "from-mindspeed-mm.md": "mindspeed_mm",
     "from-roll.md": "roll",
     "from-lightrft.md": "lightrft",
     "from-verl.md": "verl",

@@ -29,6 +29,7 @@ class SystemName(str, Enum):
 
     mindspeed_rl = "mindspeed-rl"
     mindspeed_llm = "mindspeed-llm"
+    mindspeed_mm = "mindspeed-mm"
     roll = "roll"
     lightrft = "lightrft"
     verl = "verl"

@@ -11,7 +11,6 @@ NOT_YET: dict[str, str] = {
     "data.map_keys": "set preprocess.map_keys and run `msrl preprocess`",
     "data.num_workers": "",
     "data.split": "set data.eval to the prefix of the held-out data",
-    "data.mixed_modalities": "only text is supported",
     "cluster.roles.actor": "set cluster.devices_per_node, train.parallel and train.micro_batch",
     **dict.fromkeys(
         (f"cluster.roles.{role}.colocate" for role in ("rollout", "reference", "critic", "reward")),

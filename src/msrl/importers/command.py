@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import cast
@@ -12,6 +13,7 @@ from msrl.errors import ManyErrors, MsrlError
 from msrl.files import read_user_text
 from msrl.importers.lightrft import command_line as lightrft
 from msrl.importers.mindspeed import scripts as mindspeed_scripts
+from msrl.importers.mindspeed_mm import files as mindspeed_mm
 from msrl.importers.mindspeed_rl import files as mindspeed_rl
 from msrl.importers.mindspeed_rl import ray_gpt as mindspeed_ray
 from msrl.importers.others import other_program
@@ -27,6 +29,7 @@ from msrl.limits import one_line, within_import_limits
 _YAML = {
     "mindspeed-rl": mindspeed_rl,
     "mindspeed-llm": mindspeed_ray,
+    "mindspeed-mm": mindspeed_mm,
     "roll": roll,
     "verl": verl,
 }
@@ -97,7 +100,8 @@ def _translate_file(system: str, file: Path, arguments: Sequence[str] = ()) -> T
     if not file.is_file():
         raise MsrlError(f"{file}: file not found")
     text = read_user_text(file)
-    if file.suffix not in (".yaml", ".yml"):
+    is_json = system == "mindspeed-mm" and file.suffix == ".json"
+    if file.suffix not in (".yaml", ".yml") and not is_json:
         return _translate_script(system, file, text, arguments)
     tree = read(file, is_old=True)
     detected = detect_system(tree, file)
@@ -110,11 +114,17 @@ def _translate_file(system: str, file: Path, arguments: Sequence[str] = ()) -> T
 
 
 def _translate_script(system: str, file: Path, text: str, arguments: Sequence[str]) -> Translation:
+    is_mm = system == "mindspeed-mm"
     try:
         if system not in SHELL_SYSTEMS:
-            raise MsrlError(f"{file}: must be a .yaml file of {system}")
+            raise MsrlError(f"{file}: must be a .yaml{' or .json' * is_mm} file of {system}")
         return SHELL_SYSTEMS[system].translate_script(text, str(file), arguments)
     except MsrlError as error:
+        if _MM_PROGRAMS.search(text):
+            files = "the .yaml file that it names, or those of --mm-data and --mm-model"
+            raise MsrlError(
+                f"{file}: is a script of MindSpeed-MM. Import {files}: --from mindspeed-mm FILE."
+            ) from error
         commands = parse_script(text, str(file), arguments).commands
         own = _own_system(commands)
         if own and own.partition("-")[0] != system.partition("-")[0]:
@@ -126,6 +136,9 @@ def _translate_script(system: str, file: Path, text: str, arguments: Sequence[st
         raise
 
 
+_MM_PROGRAMS = re.compile(
+    r"mindspeed_mm/\S*\.py|\b(pretrain|inference|evaluate)_(vlm|internvl|sora|transformers)\.py"
+)
 _OWN_PROGRAMS = {
     **dict.fromkeys(("train_colocate", "train_srm_al", "train_srm_vl", "train_grm_vl"), "lightrft"),
     **dict.fromkeys(("convert_ckpt", "posttrain_gpt", "pretrain_gpt", "ray_gpt"), "mindspeed-llm"),

@@ -12,6 +12,7 @@ from msrl.importers.placeholders import is_placeholder
 from msrl.importers.table import as_list, canonical, is_number
 from msrl.importers.translation import KeyStatus, SourceKey, Translation
 
+TOWER, PROJECTOR = "train.vision.tower_lr", "train.vision.projector_lr"
 _GRACE_S = 15.0  # from the time limit of a program to the limit of its call
 _MAX_PROFILED = 10_000  # steps of a profile, which the native key lists
 
@@ -270,3 +271,13 @@ def put_call_time(translation: Translation, origin: Origin, time_s: float) -> No
 def same_path(first: object, second: object) -> bool:
     """Return True if two values name the same folder, with or without a trailing slash."""
     return isinstance(first, str) and isinstance(second, str) and Path(first) == Path(second)
+
+
+def put_tower_rates(keys: Keys, key: str, *natives: str) -> None:
+    """Set rates of a vision tower to the learning rate `key`, or to its default."""
+    value, origin = keys.value(key), keys.origin(key)
+    for native in natives:
+        if keys.get(key) is not None:
+            keys.translation.set(native, wrap(value, origin))
+        else:
+            keys.translation.set_default(native, value)

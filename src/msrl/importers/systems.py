@@ -9,6 +9,7 @@ from typing import Any, cast
 
 from msrl.config.sources import Node, find, plain, read
 from msrl.errors import MsrlError, did_you_mean
+from msrl.importers.mindspeed_mm import files as mindspeed_mm
 from msrl.importers.mindspeed_rl import files as mindspeed_rl
 from msrl.importers.mindspeed_rl import ray_gpt as mindspeed_ray
 from msrl.importers.others import other_system
@@ -32,7 +33,7 @@ _MARKS = {
     ),
 }
 # Systems whose files are imported first, with their names.
-_IMPORTED_FIRST = {"roll": "ROLL", "verl": "verl"}
+_IMPORTED_FIRST = {"mindspeed-mm": "MindSpeed-MM", "roll": "ROLL", "verl": "verl"}
 _MAX_FILES = 100  # that a file names in `defaults`, directly or by other files
 # Section of the table mindspeed_rl for each section of its files.
 _SECTIONS = {
@@ -57,6 +58,8 @@ def _detect(tree: Node, file: Path | None, seen: set[Path]) -> str | None:
     entries = tree.value if isinstance(tree.value, dict) else {}
     keys = {canonical(key) for key in entries}
     system = next((name for name, marks in _MARKS.items() if keys & set(marks)), None)
+    if system is None and mindspeed_mm.is_file(tree):
+        system = "mindspeed-mm"
     if system in (None, "verl") and mindspeed_ray.is_ray_file(tree):
         system = "mindspeed-llm"
     if system is not None or file is None:

@@ -235,7 +235,7 @@ LINE_FEED = r"$'x\nseed: 7\ncluster: {env: {A: b}}\x1b[2J'"
 
 def test_a_value_of_a_script_cannot_add_keys_to_the_configuration(tmp_path: Path) -> None:
     script = tmp_path / "run.sh"
-    flags = f"--pretrain m --prompt_data d --mixed_mm_data {LINE_FEED} --n_samples_per_prompt 4"
+    flags = f"--pretrain m --prompt_data d --ckpt_path {LINE_FEED} --n_samples_per_prompt 4"
     script.write_text(f"torchrun train_colocate.py {flags} --advantage_estimator group_norm\n")
     translation = translate_arguments("lightrft", [str(script)])
     tree = plain(parse(native_yaml(translation), "native.yaml"))

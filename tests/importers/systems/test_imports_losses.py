@@ -271,8 +271,8 @@ def test_recomputation_of_experts_and_modules_of_roll(tmp_path: Path) -> None:
     [
         (RLVR + "diffusion_process: {}\n", "diffusion"),
         (
-            edit(RLVR, ("  infer_batch_size: 4", "  data_args: {image_max_pixels: 9}")),
-            "vision-language",
+            edit(RLVR, ("  infer_batch_size: 4", "  data_args: {video_max_pixels: 9}")),
+            "videos",
         ),
     ],
 )
@@ -453,13 +453,6 @@ def test_keys_of_a_domain_without_a_reward_source_are_dropped(tmp_path: Path) ->
     keys = statuses(roll_changed((worker, other), folder=tmp_path))
     assert keys["rewards.math_rule.tag_included"] is KeyStatus.DROPPED
     assert keys["rewards.math_rule.infer_batch_size"] is KeyStatus.PLACEMENT
-
-
-def test_pipelines_of_images_are_refused_in_one_line(tmp_path: Path) -> None:
-    data = "  data_args: {template: qwen2-vl, file_name: a}\n"
-    with pytest.raises(MsrlError, match=mentions("not supported", "vision-language")) as caught:
-        roll_changed(("  infer_batch_size: 4\n", data), folder=tmp_path)
-    assert "\n" not in str(caught.value)
 
 
 def test_only_frozen_encoders_of_images_have_no_effect(tmp_path: Path) -> None:

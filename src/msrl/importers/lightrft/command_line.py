@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from msrl.config.sources import Node, plain, wrap
 from msrl.errors import MsrlError
 from msrl.importers.environment import put_exports
+from msrl.importers.lightrft.images import put_images
 from msrl.importers.megatron import convert_value
 from msrl.importers.programs import put_left_out
 from msrl.importers.sections import Keys, put_repeated, put_tracker_options
@@ -38,7 +39,11 @@ def translate_script(text: str, name: str, arguments: Sequence[str] = ()) -> Tra
     Raises:
         MsrlError: if the script has no training command or several.
     """
-    script = parse_script(text, name, arguments)
+    try:
+        script = parse_script(text, name, arguments)
+    except MsrlError:
+        _refuse_programs(text, name)
+        raise
     commands = [words for words in script.commands if _num_flags(words) > 1]
     programs = [words for words in commands if any(word.text.endswith(".py") for word in words)]
     commands = programs or commands  # a teacher's server is no training
@@ -65,10 +70,8 @@ _WANDB_VALUE = (
     "set by wandb_project"
 )
 _FEATURES = {
-    "--images_key": "training on images or audio",
-    "--mixed_mm_data": "training on images or audio",
-    "--audio_key": "training on images or audio",
-    "--audios_key": "training on images or audio",
+    "--audio_key": "training on audio",
+    "--audios_key": "training on audio",
     "on_policy_distillation": "on-policy distillation. Use `msrl train-distill`",
 }
 
@@ -109,11 +112,23 @@ def _launcher(translation: Translation, tree: Node) -> None:
             translation.apply(entry)
 
 
+def _refuse_programs(text: str, name: str) -> None:
+    """Raise MsrlError if a script that cannot be read names a program that msrl does not import."""
+    lines = (line for line in text.splitlines() if not line.lstrip().startswith("#"))
+    for path in (word for line in lines for word in line.split() if word.endswith(".py")):
+        program = path.rpartition("/")[2]
+        feature = _unsupported_program(path) if program.startswith("train") else ""
+        if feature:
+            raise MsrlError(f"{name}: {program}: not supported: {feature}")
+
+
 def _unsupported_program(path: str) -> str:
     """Return the feature that a program needs and msrl does not have; empty if it is imported."""
     folder, _, program = path.rpartition("/")
     if "aqa" in folder or "audio" in folder:
         return "training on audio"
+    if "grm_vl_rl" in folder:
+        return "reinforcement learning of generative reward models on images and videos"
     is_reward_model = "rm_training" in folder
     if not path.endswith(".py") or (program.startswith("train") and not is_reward_model):
         return ""
@@ -136,6 +151,7 @@ class _Flags:
         self._engine()
         self._files()
         self._lora()
+        put_images(self.keys)
         self.keys.apply_remaining()
         self.translation.fill_defaults(("flags",), self.keys)
         return self.translation

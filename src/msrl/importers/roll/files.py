@@ -29,6 +29,7 @@ from msrl.importers.roll.environments import (
     reads_turns,
     reward_scopes,
 )
+from msrl.importers.roll.images import put_images
 from msrl.importers.roll.losses import Losses, grpo_estimator
 from msrl.importers.roll.pipelines import refuse, unsupported_environment, unsupported_pipeline
 from msrl.importers.roll.rewards import put_filter, put_rewards
@@ -91,6 +92,7 @@ def translate(tree: Node, file: Path) -> Translation:
 class _RollFile:
     def __init__(self, translation: Translation, tree: Node) -> None:
         self.translation = translation
+        self.tree = tree
         self.top = Keys.read(translation, "top", tree, "")
         self.train, self.infer, self.reference = (
             Worker.of(self.top, name) for name in ("actor_train", "actor_infer", "reference")
@@ -396,6 +398,7 @@ class _RollFile:
         """Translate the remaining keys of the workers actor_train, actor_infer and reference."""
         train, infer = self.train, self.infer
         args, model = train.sections["training_args"], train.sections["model_args"]
+        put_images(self.tree, self.top, model, args, self.train.sections["data_args"])
         put_training_args(args, model)
         put_engine_dtype(infer.sections["model_args"], model)
         put_data(train.sections["data_args"])

@@ -11,9 +11,7 @@ from msrl.config.sources import Node, plain
 from msrl.importers.translation import Translation
 
 _DIFFUSION = "training of diffusion models"
-_MODALITIES = ("image", "images", "video", "audio")
-_IMAGES = "a vision-language or audio pipeline"
-_IMAGE_WORKERS = {"DetectionRewardWorker", "VideoR1RewardWorker"}
+_TRAINERS = ("actor_train", "sft_train", "student", "student_train")
 _IMAGE_TEMPLATE = re.compile(r"(^|[-_])vl($|[-_])", re.I)  # such as qwen2-vl
 
 
@@ -22,15 +20,12 @@ def unsupported_pipeline(tree: Node) -> str:
     entries = tree.value if isinstance(tree.value, dict) else {}
     if "diffusion_process" in entries:
         return _DIFFUSION
-    for worker in ("actor_train", "sft_train", "student", "student_train", "validation"):
-        keys = _keys(entries.get(worker), "data_args")
-        if any(key.partition("_")[0] in _MODALITIES for key in keys):
-            return _IMAGES
-    workers = _reward_workers(entries)
-    trainers = [entries.get(name) for name in ("actor_train", "sft_train", "student")]
-    has_images = any(_IMAGE_TEMPLATE.search(_template(trainer)) for trainer in trainers)
-    if has_images or workers & _IMAGE_WORKERS:
-        return _IMAGES
+    modalities = _modalities(entries, (*_TRAINERS, "validation"))
+    if modalities & {"video", "audio"} or "VideoR1RewardWorker" in _reward_workers(entries):
+        return "training on videos or audio"
+    trains_rows = any(name in entries for name in _TRAINERS[1:]) or "chosen_key" in entries
+    if trains_rows and has_images(tree):
+        return "a vision-language pipeline of SFT, DPO or distillation"
     infer = _section(entries, "actor_infer")
     if infer.get("device_mapping") is not None and not _trains(entries):
         return "rollouts without training (actor_train has no device_mapping). Use `msrl eval`."
@@ -38,6 +33,17 @@ def unsupported_pipeline(tree: Node) -> str:
     if _is(mock.get("enable"), True) and _is(mock.get("mode"), "mock"):
         return "recorded rollouts (rollout_mock.mode=mock)"
     return ""
+
+
+def has_images(tree: Node) -> bool:
+    """Return True if a file trains on images: by its keys of pixels, template or rewards."""
+    entries = tree.value if isinstance(tree.value, dict) else {}
+    templates = (_template(entries.get(name)) for name in _TRAINERS)
+    return (
+        "image" in _modalities(entries, _TRAINERS)
+        or any(_IMAGE_TEMPLATE.search(template) for template in templates)
+        or "DetectionRewardWorker" in _reward_workers(entries)
+    )
 
 
 def unsupported_environment(tree: Node, kinds: Sequence[str]) -> str:
@@ -100,6 +106,13 @@ def _template(worker: Node | None) -> str:
     entries = worker.value if worker is not None and isinstance(worker.value, dict) else {}
     node = _section(entries, "data_args").get("template")
     return "" if node is None else str(plain(node))
+
+
+def _modalities(entries: Mapping[str, Node], workers: Sequence[str]) -> set[str]:
+    """Return the modalities that keys of `data_args` of the workers begin with."""
+    keys = (key for name in workers for key in _keys(entries.get(name), "data_args"))
+    names = {key.partition("_")[0].removesuffix("s") for key in keys}
+    return names & {"image", "video", "audio"}
 
 
 def _keys(worker: Node | None, section: str) -> Iterator[str]:

@@ -13,6 +13,7 @@ from msrl.config.sources import Node, plain, wrap
 from msrl.errors import did_you_mean
 from msrl.importers.megatron import convert_value
 from msrl.importers.roll.devices import Devices
+from msrl.importers.roll.images import put_frozen_encoders
 from msrl.importers.roll.run import put_run, put_variables
 from msrl.importers.roll.training import put_data, put_engine_dtype, put_training_args
 from msrl.importers.roll.worker import SECTIONS, Worker
@@ -95,6 +96,7 @@ class _SupervisedFile:
         put_run(self.top)
         args, model = self.worker.sections["training_args"], self.worker.sections["model_args"]
         self._put_batch(args, devices)
+        put_frozen_encoders(model)
         put_training_args(args, model)
         put_data(self.worker.sections["data_args"])
         {"sft": self._put_sft, "dpo": self._put_dpo, "distill": self._put_distillation}[self.kind]()

@@ -5,7 +5,6 @@ Source: ROLL 1d3b9ae2, roll/configs/model_args.py, and transformers' TrainingArg
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 
 from msrl.config.sources import wrap
@@ -19,7 +18,7 @@ from msrl.models.families import load_shape
 
 # The first step also compiles and allocates.
 _PROFILED_STEPS = (2, 3)
-_TOKENIZERS = ("qwen2_5", "qwen3", "native")  # templates that are the tokenizer's own
+_TOKENIZERS = ("qwen2_5", "qwen3", "qwen2-vl", "native")  # templates that are the tokenizer's own
 
 
 def put_training_args(args: Keys, model: Keys) -> None:
@@ -28,7 +27,6 @@ def put_training_args(args: Keys, model: Keys) -> None:
     for key in ("adam_beta1", "adam_beta2"):
         args.assign(key, ["train.optimizer.betas"], betas)
     put_dtype(model)
-    put_frozen(model)
     put_lora(model)
     put_warmup(args)
 
@@ -63,23 +61,6 @@ def put_dtype(model: Keys) -> None:
         model.translation.approximate(entry, "model.dtype", "bfloat16", text)
     elif entry is not None:
         model.assign("dtype", ["model.dtype"], convert_value(model, "dtype", "dtype"))
-
-
-_ENCODERS = re.compile(r"(^|\.)(vision|visual|audio|talker|code2wav)")
-
-
-def put_frozen(model: Keys) -> None:
-    """Record frozen encoders of images and audio, and refuse other frozen modules."""
-    entry = model.get("freeze_module_prefix")
-    if entry is None or not entry.value:
-        return
-    names = [name.strip() for item in as_list(entry.value) for name in str(item).split(",")]
-    if all(_ENCODERS.search(name) for name in names):
-        text = "msrl trains the language model only"
-        model.translation.record(entry, KeyStatus.SAME, text)
-    else:
-        text = "not supported: set train.freeze to patterns of parameter names"
-        model.translation.add_error(entry, text)
 
 
 def put_engine_dtype(engine: Keys, model: Keys) -> None:

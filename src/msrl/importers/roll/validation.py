@@ -37,6 +37,9 @@ def put_validation(translation: Translation, top: Keys, sections: Mapping[str, K
         KeyStatus.SAME,
         "preprocess the rows with `msrl preprocess`, then use --set data.eval=PREFIX",
     )
+    for name in ("image_max_pixels", "image_min_pixels"):
+        text = "preprocess the held-out rows with this limit"
+        data.record(name, KeyStatus.DROPPED, text)
     for entry in data:
         translation.record(
             entry,
