@@ -32,6 +32,8 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "cp2": {"layout": Layout(cp=2)},
     "cp2 ring": {"layout": Layout(cp=2, cp_algo="ring")},
     "cp2 ulysses": {"layout": Layout(cp=2, **ULYSSES)},
+    "cp4 hybrid": {"layout": Layout(cp=4, cp_algo="hybrid", head_ranks=2)},
+    "cp2 dp2": {"layout": Layout(cp=2), "batches": UNEQUAL},
     "dp2": {"batches": UNEQUAL},
     "dp2 text": {"batches": WITHOUT},
     "ep2": {"layout": Layout(ep=2), "batches": UNEQUAL},
@@ -59,7 +61,7 @@ def _row(folders: dict[str, Path], model: str, layout: str, *, recomputed: bool 
 # Qwen3.5 need all tokens of a head.
 WITHOUT_LAYOUT = {
     *(("qwen3-vl", "vpp"), ("qwen3-vl moe", "vpp")),
-    *(("qwen3.5", "cp2"), ("qwen3.5", "cp2 ring")),
+    *(("qwen3.5", layout) for layout in ("cp2", "cp2 ring", "cp4 hybrid", "cp2 dp2")),
 }
 MIXTURES = ("qwen3-vl moe",)
 TABLE = [
@@ -70,15 +72,24 @@ TABLE = [
     if (model, layout) not in WITHOUT_LAYOUT
     if model in MIXTURES or not LAYOUTS[layout].get("layout", Layout()).ep > 1
 ]
+# Every model, every layout except some of experts, with and without recomputation
 FAST = [
     ("qwen2-vl", "one rank", False),
     ("qwen2.5-vl", "one rank", True),
     ("qwen3-vl", "one rank", False),
-    ("qwen3-vl", "tp2 sp", True),
-    ("qwen2.5-vl", "vpp", False),
-    ("qwen3-vl", "cp2 ring", False),
-    ("qwen2-vl", "dp2", False),
     ("qwen3.5", "one rank", False),
+    ("qwen2-vl", "single rows", True),
+    ("qwen3.5", "tp2", True),
+    ("qwen3-vl", "tp2 sp", True),
+    ("qwen2-vl", "pp2", True),
+    ("qwen2.5-vl", "vpp", False),
+    ("qwen2.5-vl", "cp2", True),
+    ("qwen3-vl", "cp2 ring", False),
+    ("qwen3.5", "cp2 ulysses", False),
+    ("qwen3-vl", "cp4 hybrid", True),
+    ("qwen2-vl", "dp2", False),
+    ("qwen2.5-vl", "dp2 text", True),
+    ("qwen2-vl", "cp2 dp2", False),
     ("qwen3-vl moe", "ep2", True),
     ("qwen3-vl moe", "tp2 ep2 etp1", False),
 ]
