@@ -151,6 +151,7 @@ def test_a_tower_without_a_learning_rate_stays_as_it_is(
 def test_a_resumed_training_equals_the_uninterrupted_one(
     tmp_path: Path, model: Path, data: dict[str, str], vision: dict[str, float]
 ) -> None:
+    """The parts of the tower that are trained must be the same, their rates need not."""
     keys = {"steps": 4, "vision": vision}
     whole = train(tmp_path / "a", model, data["pictures"], checkpoint={"every_steps": 2}, **keys)
     saved = SavedTraining(tmp_path / "a" / "run" / "checkpoints", 4)
@@ -159,6 +160,14 @@ def test_a_resumed_training_equals_the_uninterrupted_one(
     assert resumed == whole[2:]
     again = SavedTraining(tmp_path / "b" / "run" / "checkpoints", 4)
     assert again.state() == saved.state()  # with the checksums of weights and moments
+    keys["vision"] = {} if vision else {"tower_lr": 1e-3}
+    with pytest.raises(MsrlError, match=mentions("train.vision.tower_lr", "checkpoint.load")):
+        train(tmp_path / "c", model, data["pictures"], checkpoint=resume, **keys)
+    if vision:
+        keys["vision"] = {"tower_lr": 1e-3, "projector_lr": 1e-9}
+        other = train(tmp_path / "d", model, data["pictures"], checkpoint=resume, **keys)
+        same = [a["train/loss"] == b["train/loss"] for a, b in zip(other, resumed, strict=True)]
+        assert same == [True, False]
 
 
 def test_pairs_with_pictures_are_trained(tmp_path: Path, model: Path, data: dict[str, str]) -> None:
