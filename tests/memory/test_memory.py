@@ -389,4 +389,4 @@ def test_the_estimate_counts_the_vision_tower(folders):
         )
     for result in measure(list(cases.values()), 1):
         expected = estimate(cases[result.name], *keys[result.name]).training
-        assert result.live == pytest.approx(expected, rel=0.1), (result.name, result.by_operation)
+        assert result.live == pytest.approx(expected, rel=0.05), (result.name, result.by_operation)
