@@ -9,7 +9,7 @@ import ctypes
 import gc
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -118,7 +118,7 @@ def _place_pictures(
         count = sum(math.prod(image.grid) for image in images)
         return torch.randn(count, vision.patch_elements)
 
-    policy.image_loader = replace(policy.image_loader, load=load)
+    policy.image_loader = policy.image_loader.with_patches(load)
     return placed
 
 

@@ -15,6 +15,7 @@ from msrl.checks.inputs import (
 )
 from msrl.cluster.ports import Ports
 from msrl.config.loader import Resolved
+from msrl.config.sections.train import VisionConfig
 from msrl.errors import MsrlError
 from msrl.models.families import all_rules
 from msrl.models.paths import TRACKER, is_adapter_folder, is_hf, is_mcore
@@ -218,8 +219,9 @@ def _check_engine_routes(resolved: Resolved) -> Iterator[str]:
 
 
 def check_vision(resolved: Resolved, plan: RunPlan) -> Iterator[str]:
-    """Yield a line for each rate of a vision tower that cannot be trained."""
+    """Yield a line for each key of a vision tower that has no effect or cannot have one."""
     train, shape = resolved.config.train, plan.shape_or_none
+    yield from _check_feature_cache(resolved, plan)
     for name in ("tower_lr", "projector_lr"):
         if getattr(train.vision, name) is None or shape is None:
             continue
@@ -238,6 +240,22 @@ def check_vision(resolved: Resolved, plan: RunPlan) -> Iterator[str]:
             yield resolved.mistake(
                 key, "has no effect, because train-distill reads no images. Remove it."
             )
+
+
+def _check_feature_cache(resolved: Resolved, plan: RunPlan) -> Iterator[str]:
+    """Yield a line if the run has no frozen tower whose features could be kept."""
+    vision, shape = resolved.config.train.vision, plan.shape_or_none
+    if shape is None or vision.cache_gb == VisionConfig().cache_gb:
+        return
+    key, trained = "train.vision.cache_gb", vision.trained
+    if shape.vision is None:
+        yield resolved.mistake(
+            key, f"{shape.architecture} has no vision tower that msrl computes. Remove it."
+        )
+    elif (trained.tower or trained.projector) and plan.reference is None:
+        yield resolved.mistake(
+            key, "has no effect, because features of a trained tower are not kept. Remove it."
+        )
 
 
 def check_lora(resolved: Resolved, plan: RunPlan) -> Iterator[str]:

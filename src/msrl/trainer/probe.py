@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -130,7 +130,7 @@ def _use_random_patches(policy: LanguageModelReplica) -> None:
     def load(images: Sequence[Image]) -> torch.Tensor:
         return torch.from_numpy(random_patches(images, num_elements)).to(device)
 
-    policy.image_loader = replace(policy.image_loader, load=load)
+    policy.image_loader = policy.image_loader.with_patches(load)
 
 
 def _rows(packed: torch.Tensor, group: Sequence[Sequence[int]]) -> Sequence[torch.Tensor]:

@@ -20,6 +20,7 @@ from msrl import registry
 from msrl.platforms import resolve
 from msrl.trainer import groups
 from msrl.trainer.language_model import LanguageModelReplica
+from msrl.trainer.model.vision.features import ImageLoader, is_equal
 from msrl.trainer.objective.logprobs import DistributionComparison
 from msrl.trainer.objective.losses import ComparedModel, Loss
 from msrl.trainer.objective.requests import UpdateRequest
@@ -74,6 +75,19 @@ class TrainingRank:
             name: LanguageModelReplica(teacher, position)
             for name, teacher in settings.teachers.items()
         }
+        self._share_features()
+
+    def _share_features(self) -> None:
+        """Let models with equal frozen towers compute the features of images once."""
+        owners: list[tuple[torch.nn.Module, ImageLoader]] = []
+        for replica in self.replicas():
+            tower, loader = replica.tower, replica.image_loader
+            if tower is None or loader is None or loader.cache is None:
+                continue
+            caches = (own.cache for other, own in owners if is_equal(tower, other))
+            loader = replace(loader, cache=next(caches, loader.cache))
+            owners.append((tower, loader))
+            replica.image_loader = loader
 
     @property
     def policy(self) -> LanguageModelReplica:

@@ -11,6 +11,7 @@ import functools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -24,6 +25,7 @@ from msrl.checkpoint.source import open_mcore, open_weights
 from msrl.checkpoint.weights import WeightSource
 from msrl.config.sections.train import OptimizerConfig
 from msrl.models.shape import DynamicRopeScaling, Shape
+from msrl.models.vision.tower import Vision
 from msrl.trainer import groups
 from msrl.trainer.groups import RankPosition
 from msrl.trainer.guard import GradientGuard
@@ -36,9 +38,10 @@ from msrl.trainer.model.outputs import HiddenStates
 from msrl.trainer.model.padding import token_multiple
 from msrl.trainer.model.rope import RotaryTables
 from msrl.trainer.model.routes import RoutingReplay
+from msrl.trainer.model.vision.features import ImageLoader, feature_cache
 from msrl.trainer.model.vision.pixels import Pixels
 from msrl.trainer.objective.batches import filler
-from msrl.trainer.objective.device_batch import DeviceBatch, ImageLoader, spread, to_device
+from msrl.trainer.objective.device_batch import DeviceBatch, spread, to_device
 from msrl.trainer.objective.logprobs import DistributionComparison
 from msrl.trainer.objective.requests import UpdateRequest
 from msrl.trainer.offload import HostMemory
@@ -100,9 +103,20 @@ class ModelReplica:
         )
         self.fill_weights(megatron.named_weights(model), source)
         if shape.vision is not None:
-            pixels = Pixels(source.hf_dir, position.device)
-            self.image_loader = ImageLoader(shape.vision, pixels.patches)
+            self.image_loader = self._make_image_loader(shape.vision, source.hf_dir)
         return model, shape
+
+    def _make_image_loader(self, vision: Vision, folder: Path) -> ImageLoader:
+        pixels, settings = Pixels(folder, self.position.device), self.settings
+        trained = settings.vision.trained
+        is_frozen = settings.optimizer is None or not (trained.tower or trained.projector)
+        cache = feature_cache(settings.vision.cache_gb * 1e9) if is_frozen else None
+        return ImageLoader(vision, pixels.patches, lambda: pixels.settings, cache)
+
+    @property
+    def tower(self) -> torch.nn.Module | None:
+        """The vision tower, if this rank has one."""
+        return getattr(pipeline.virtual_stages(self.model)[0], "vision_model", None)
 
     def _open_weights(self) -> WeightSource:
         settings = self.settings

@@ -33,6 +33,7 @@ class Case:
     batches: tuple[Batches, ...] = (BATCHES,)
     earlier: tuple[Batches, ...] = ()  # of an update before, which changes nothing
     overlaps: bool = False  # reduction of gradients during the backward pass
+    has_reference: bool = False  # which also computes the logits
 
     @property
     def num_ranks(self) -> int:
@@ -41,11 +42,15 @@ class Case:
 
 @dataclass
 class Result:
-    """Logits of each micro-batch [N, vocabulary], metrics, and gradients by names of the files."""
+    """Logits of each micro-batch [N, vocabulary], metrics, and gradients by names of the files.
+
+    The logits of a reference follow those of the policy.
+    """
 
     logits: list[np.ndarray] = field(default_factory=list)
     metrics: dict[str, float] = field(default_factory=dict)
     gradients: dict[str, np.ndarray] = field(default_factory=dict)
+    passes: int = 0  # images that went through the towers of the first rank
 
 
 def run(cases: list[Case]) -> dict[str, Result]:
@@ -88,15 +93,21 @@ def _run_case(context: RankContext, case: Case, init_method: str) -> None:
     get("cpu").overlap_communication = case.overlaps
     optimizer = OptimizerConfig(lr=1e-3, grad_clip=None)
     settings = ReplicaSettings(case.model, optimizer=optimizer, **{"vision": TRAINED, **case.more})
+    reference = ReplicaSettings(case.model) if case.has_reference else None
     rank = TrainingRank(
-        RankSettings("cpu", case.layout, "float32", seed=0, timeout_s=HANG_S, policy=settings),
+        RankSettings(
+            "cpu", case.layout, "float32", 0, HANG_S, policy=settings, reference=reference
+        ),
         context.rank,
         case.num_ranks,
         init_method,
     )
+    passes = _count_images(rank)
     share = rank.position.dp_rank
     every = [_micro_batch(rank, case, rows, everywhere=True) for rows in case.batches[share]]
     logits = rank.policy.logits(every)
+    if rank.reference is not None and logits is not None:
+        logits += rank.reference.logits(every) or []
     is_first = rank.position.stage_rank == 0
     if logits is not None and is_first and case.layout.cp == 1:
         context.report((case.name, "logits", [each.numpy() for each in logits]))
@@ -108,10 +119,20 @@ def _run_case(context: RankContext, case: Case, init_method: str) -> None:
     gradients = gathered_gradients(rank.policy)
     if context.rank == 0:
         context.report((case.name, "metrics", metrics))
+        context.report((case.name, "passes", sum(passes)))
     if is_first:
         arrays = {name: gradient.numpy() for name, gradient in gradients.items()}
         context.report((case.name, "gradients", arrays))
     rank.close()
+
+
+def _count_images(rank: Any) -> list[int]:
+    """Return a list that gets the number of images of every pass of a tower."""
+    passes = list[int]()
+    for replica in rank.replicas():
+        if replica.tower is not None:
+            replica.tower.register_forward_hook(lambda _, inputs, __: passes.append(len(inputs[1])))
+    return passes
 
 
 def _micro_batch(rank: Any, case: Case, rows: tuple[int, ...], *, everywhere: bool = False) -> Any:

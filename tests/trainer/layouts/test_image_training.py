@@ -165,6 +165,24 @@ def test_only_parts_with_a_learning_rate_are_trained(folders: dict[str, Path]) -
             assert difference < 1e-5 * np.abs(gradient).max(), (name, key)
 
 
+def test_a_frozen_tower_computes_every_image_once(folders: dict[str, Path]) -> None:
+    """Policy, reference and update get the same bits as without memory for features."""
+    sizes = {"kept": VisionConfig(), "computed again": VisionConfig(cache_gb=0)}
+    cases = [
+        Case(name, folders["qwen3-vl"], more={"vision": vision}, has_reference=True)
+        for name, vision in sizes.items()
+    ]
+    kept, again = image_ranks.run(cases).values()
+    placed = [placed for row in image_models.rows(folders["qwen3-vl"]) for placed in row.images]
+    assert kept.passes == len({each.image for each in placed}) < again.passes
+    assert kept.metrics == again.metrics and kept.gradients.keys() == again.gradients.keys()
+    for name, gradient in kept.gradients.items():
+        assert np.array_equal(gradient, again.gradients[name]), name
+    assert len(kept.logits) == 2 * len(image_models.BATCHES)
+    for own, other in zip(kept.logits, again.logits, strict=True):
+        assert np.array_equal(own, other)
+
+
 @pytest.mark.full
 def test_pictures_train_like_those_of_transformers_in_every_layout(
     folders: dict[str, Path],

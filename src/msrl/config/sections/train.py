@@ -267,6 +267,11 @@ class VisionConfig(Section):
         description="Peak learning rate of the projector, which maps outputs of the vision tower "
         "to the language model, with the schedule of train.optimizer. Default: it is frozen.",
     )
+    cache_gb: NonNegative = Field(
+        default=4.0,
+        description="Host memory per rank, in GB, for features of images that a frozen vision "
+        "tower has computed. The features that were not used for the longest time leave first.",
+    )
 
     @property
     def trained(self) -> TrainedParts:

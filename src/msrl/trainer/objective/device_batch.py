@@ -15,28 +15,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 from msrl.errors import MsrlError
-from msrl.models.vision.tower import Vision
 from msrl.trainer import groups
 from msrl.trainer.model import context
 from msrl.trainer.model.packed import PackedSequences, select_share, share_rows
 from msrl.trainer.model.prefixes import find_shared_rows
 from msrl.trainer.model.rope import RotaryTables
-from msrl.trainer.model.vision.images import (
-    ImageTokens,
-    LoadPatches,
-    find_image_tokens,
-    pack_images,
-)
+from msrl.trainer.model.vision.features import ImageLoader
+from msrl.trainer.model.vision.images import ImageTokens, find_image_tokens, pack_images
 from msrl.trainer.objective.logprobs import DistributionComparison
 from msrl.types import MicroBatch
-
-
-@dataclass(frozen=True, slots=True)
-class ImageLoader:
-    """What the images of a model need: its tower, and a function that loads their patches."""
-
-    vision: Vision
-    load: LoadPatches
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,7 +154,7 @@ def _with_images(
 ) -> PackedSequences:
     if images is None or image_loader is None:
         return packed
-    return replace(packed, images=pack_images(images, selected, image_loader.load, device))
+    return replace(packed, images=pack_images(images, selected, image_loader, device))
 
 
 def spread(batch: MicroBatch, values: Tensor) -> Tensor:

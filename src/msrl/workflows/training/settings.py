@@ -217,6 +217,7 @@ def _reference_settings(plan: RunPlan) -> ReplicaSettings:
     return ReplicaSettings(
         plan.reference.weights,
         hf_dir=plan.reference.hf_dir,
+        vision=plan.train.vision,
         offload=_offload(plan, "reference"),
         logit_chunk=plan.train.chunk,
     )

@@ -7,7 +7,7 @@ features of all different images, c channels.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,10 +18,8 @@ from torch import Tensor
 from msrl.algorithms.image_positions import image_positions, merged_grid
 from msrl.errors import MsrlError
 from msrl.models.vision.tower import Vision
+from msrl.trainer.model.vision.features import ImageLoader
 from msrl.types import Image, Ints, MicroBatch
-
-LoadPatches = Callable[[Sequence[Image]], Tensor]
-"""Function that returns the patches of images, one after the other, [P, elements] float32."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +83,7 @@ class PackedImages:
     """
 
     images: tuple[Image, ...]
-    load: LoadPatches
+    loader: ImageLoader
     rows: Tensor  # [k], rows of this rank's tokens that are image tokens
     features: Tensor  # [k], numbers of their features
     additions: list[Addition] = field(default_factory=list[Addition])
@@ -104,8 +102,7 @@ class PackedImages:
         rows, numbers = self._between(first, len(embedded))
         needs_gradient = torch.is_grad_enabled() and is_trained(tower)
         with torch.set_grad_enabled(needs_gradient):
-            grids = [image.grid for image in self.images]
-            values = [x.to(embedded.dtype) for x in tower(self.load(self.images), grids)]
+            values = self.loader.features(tower, self.images, embedded.dtype)
         leaves = [x.detach().requires_grad_(needs_gradient) for x in values[1:]]
         self.additions[:] = [Addition(rows, numbers, leaf) for leaf in leaves]
         return _Merge.apply(embedded, rows, numbers, leaves, *values)  # pyright: ignore[reportReturnType]
@@ -133,14 +130,14 @@ class PackedImages:
 def pack_images(
     tokens: ImageTokens,
     selected: Tensor | None,  # [n], token of each row of this rank; None: all tokens
-    load: LoadPatches,
+    loader: ImageLoader,
     device: torch.device,
 ) -> PackedImages:
     """Return the images with the rows of this rank."""
     features = torch.from_numpy(tokens.features).to(device)
     features = features if selected is None else features[selected]
     (rows,) = torch.where(features >= 0)
-    return PackedImages(tokens.images, load, rows, features[rows])
+    return PackedImages(tokens.images, loader, rows, features[rows])
 
 
 def is_trained(tower: torch.nn.Module) -> bool:
