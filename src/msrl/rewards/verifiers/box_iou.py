@@ -2,7 +2,7 @@
 
 Response and ground truth have JSON: a list of `{"bbox_2d": [left, top, right, bottom], "label":
 "cat"}`, as Qwen2.5-VL writes it (also `bbox` or `box`), or of lists of four numbers, also inside
-other objects. A ground truth without objects is `[]`. Boxes are paired by `rewards/boxes.py`.
+other objects. A ground truth without objects is `[]`. Boxes are paired by `_boxes.py`.
 
 The score is the sum of the overlaps of all pairs, divided by the larger number of boxes: a missing
 box and one too many cost the same. It is 0.0 without JSON. Inverted and empty boxes overlap with
@@ -13,8 +13,8 @@ from __future__ import annotations
 
 from typing import Literal
 
-from msrl.rewards.boxes import MAX_BOXES, matched_overlaps, read_boxes
 from msrl.rewards.math.extract import shorten
+from msrl.rewards.verifiers._boxes import MAX_BOXES, matched_overlaps, read_boxes
 
 WRONG = 0.0
 NEEDS_ANSWER = True
