@@ -9,18 +9,25 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 import vision_models
 from msrl.algorithms.rollout_arrays import rollout_arrays
+from msrl.checkpoint.source import open_mcore, open_weights
 from msrl.config.schema import Config
 from msrl.data.dataset import PromptDataset
 from msrl.errors import MsrlError
+from msrl.models.families import rules_for
+from msrl.models.vision.tensors import is_tower
 from msrl.plan.run_plan import resolve
+from msrl.trainer.checkpointing.resume import SavedTraining
 from msrl.types import Completion, Reward, RolloutGroup, ScoredGroup
 from msrl.workflows.evaluate import run as evaluation
 from msrl.workflows.preprocess import run as preprocess
 from msrl.workflows.rl import setup
 from support import mentions
+from test_killed_grpo import at_step, killed_at
+from test_train_grpo import rollouts
 from training_runs import metrics, run_training
 from vision_folders import encoded, picture
 
@@ -77,6 +84,44 @@ def test_engine_and_ranks_agree_on_pictures_before_and_after_an_update(inputs: P
     run = run_training(inputs, _settings(inputs, run=name))
     first, second = metrics(run)
     assert first["rollout/logprob_gap"] < 1e-5 and second["rollout/logprob_gap"] < 1e-5
+
+
+def _killable(inputs: Path, name: str) -> dict[str, Any]:
+    """Return a run that trains the tower on varying rewards, four times per step, and saves it."""
+    (inputs / "score.py").write_text(
+        "def score(response: str) -> float:\n    return sum(map(ord, response)) % 7 / 6\n"
+    )
+    train = {
+        **_settings(inputs)["train"],
+        "steps": 3,
+        "updates": {"samples_per_update": 4, "epochs": 2},
+        "vision": {"tower_lr": 1e-3, "projector_lr": 1e-3},
+    }
+    return _settings(
+        inputs,
+        run={"name": name, "dir": str(inputs / "runs"), "seed": 5},
+        reward={"sources": [{"function": f"{inputs}/score.py:score"}]},
+        train=train,
+        checkpoint={"every_steps": 1, "resume": "auto"},
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.full
+def test_a_killed_run_with_a_trained_tower_equals_the_uninterrupted_one(inputs: Path) -> None:
+    whole = run_training(inputs, _killable(inputs, "whole"))
+    run = inputs / "runs" / "killed"
+    killed = killed_at(inputs, _killable(inputs, "killed"), [(at_step(run, 2), 0.0)])
+    assert metrics(run) == metrics(whole) and len(metrics(whole)) == 3
+    assert killed.lives[0] == metrics(whole)[: len(killed.lives[0])]
+    for step in (1, 2, 3):
+        assert rollouts(run, step) == rollouts(whole, step)
+    saved = [SavedTraining(each / "checkpoints", 3) for each in (whole, run)]
+    assert saved[0].state() == saved[1].state()  # with the checksums of weights and moments
+    sources = open_weights(inputs / "model"), open_mcore(saved[0].root)
+    of_tower = next(rule for rule in rules_for(sources[0].shape).first if is_tower(rule))
+    before, after = (source.hf_tensors(of_tower)[0] for source in sources)
+    assert not torch.equal(before, after)
 
 
 @pytest.mark.parametrize(
