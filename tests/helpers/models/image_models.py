@@ -30,8 +30,10 @@ CHANGES = {
     "qwen3-vl": {"depth": 3, "deepstack_visual_indexes": [0, 2], "num_position_embeddings": 25},
     "qwen3-vl moe": {"depth": 3, "deepstack_visual_indexes": [0, 2]},
     "qwen3.5": {"num_position_embeddings": 25},
+    "qwen3.5 moe": {"num_position_embeddings": 25},
 }
-_ROWS = {"qwen3.5": "qwen3.5, language model"}  # of families, where they have other names
+# Rows of families, where they have other names.
+_ROWS = {"qwen3.5": "qwen3.5, language model", "qwen3.5 moe": "qwen3.5 moe, language model"}
 START, END, TOKEN = 190, 191, 197
 
 

@@ -18,7 +18,7 @@ from msrl.trainer.settings import Layout
 pytestmark = pytest.mark.slow
 MODELS = tuple(image_models.CHANGES)
 # Relative to the largest number of a tensor. transformers rounds delta networks in another order.
-TOLERANCES = {"qwen3.5": 5e-5}
+TOLERANCES = {"qwen3.5": 5e-5, "qwen3.5 moe": 5e-5}
 ULYSSES = {"cp_algo": "ulysses", "head_ranks": 2}
 # One rank without an image, and ranks with unequal numbers of images
 UNEQUAL, WITHOUT = (((0, 1, 2), (3,)), ((4, 5, 6),)), (((0,), (2, 3, 4, 5, 6)), ((1,),))
@@ -59,11 +59,13 @@ def _row(folders: dict[str, Path], model: str, layout: str, *, recomputed: bool 
 
 # Deeper features of Qwen3-VL are added on the first virtual stage only, and delta networks of
 # Qwen3.5 need all tokens of a head.
+DELTA = ("qwen3.5", "qwen3.5 moe")
+WHOLE_HEADS = ("cp2", "cp2 ring", "cp2 ep2", "cp4 hybrid", "cp2 dp2")
 WITHOUT_LAYOUT = {
     *(("qwen3-vl", "vpp"), ("qwen3-vl moe", "vpp")),
-    *(("qwen3.5", layout) for layout in ("cp2", "cp2 ring", "cp4 hybrid", "cp2 dp2")),
+    *((model, layout) for model in DELTA for layout in WHOLE_HEADS),
 }
-MIXTURES = ("qwen3-vl moe",)
+MIXTURES = ("qwen3-vl moe", "qwen3.5 moe")
 TABLE = [
     (model, layout, recomputed)
     for model in MODELS
