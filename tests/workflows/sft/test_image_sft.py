@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import base64
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +22,8 @@ from msrl.errors import MsrlError
 from msrl.plan.run_plan import resolve
 from msrl.trainer.checkpointing.resume import SavedTraining
 from msrl.workflows.preprocess import run as preprocess
-from support import mentions
-from training_runs import metrics
+from support import locate, mentions, python_path
+from training_runs import metrics, write_config
 from vision_folders import CONFIG, PROCESSOR, encoded, make_vision_tokenizer
 
 pytestmark = pytest.mark.slow
@@ -168,6 +171,38 @@ def test_a_resumed_training_equals_the_uninterrupted_one(
         other = train(tmp_path / "d", model, data["pictures"], checkpoint=resume, **keys)
         same = [a["train/loss"] == b["train/loss"] for a, b in zip(other, resumed, strict=True)]
         assert same == [True, False]
+
+
+@pytest.mark.full
+def test_kills_do_not_change_a_training_of_the_tower(
+    tmp_path: Path, model: Path, data: dict[str, str]
+) -> None:
+    """One training is uninterrupted; two are killed, with foreground and background saves."""
+    settings = {
+        "run": {"dir": str(tmp_path / "runs")},
+        "model": {"path": str(model), "dtype": "bfloat16"},
+        "data": {"train": data["pictures"]},
+        "cluster": {"platform": "cpu", "devices_per_node": 2, "rpc_timeout_s": 60.0},
+        "train": {
+            "steps": 12, "global_batch": 4, "micro_batch": 2,
+            "parallel": {"tp": 2, "sp": True},
+            "vision": {"tower_lr": 1e-3, "projector_lr": 2e-3},
+        },
+        "checkpoint": {"keep": 3, "export_hf": False},
+    }  # fmt: skip
+    program = str(locate("killed_runs.py"))
+    done = subprocess.run(
+        [sys.executable, program, str(write_config(tmp_path / "run.yaml", settings)), "3"],
+        env={**os.environ, "PYTHONPATH": python_path()},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr[-6000:]
+    whole, *killed = (each["losses"] for each in json.loads(done.stdout).values())
+    assert len(whole) == 12 and killed == [whole, whole]
+    names = ("uninterrupted", "killed", "killed in background")
+    first, *others = (SavedTraining(tmp_path / name, 12).state() for name in names)
+    assert others == [first, first]  # with the checksums of all files
 
 
 def test_pairs_with_pictures_are_trained(tmp_path: Path, model: Path, data: dict[str, str]) -> None:
