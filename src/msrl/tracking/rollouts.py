@@ -7,10 +7,10 @@ Token arrays have length T. `docs/rollouts.md` describes the columns for users.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -28,6 +28,15 @@ _ROWS_OF_A_BATCH = 4096
 _MAX_ROW_BYTES = 256 << 20
 # Columns whose values repeat. A dictionary of the numbers of tokens would cost time and space.
 _REPEATED = ["prompt_index", "finish_reason", "answer", "fault", "tag"]
+
+
+class RecordedImage(NamedTuple):
+    """Image of a sequence: its first token, the SHA-256 of its file, and its size in patches."""
+
+    offset: int
+    key: str
+    rows: int
+    columns: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +72,7 @@ class RolloutRecord:
         tag: Tag of the row of the data, which selects its reward sources.
         is_right: True for a right answer; None if nothing decides.
         reasons: Why each verifier gave its score, for those that explain it.
+        images: Images of the sequence. Files without any have no such column.
     """
 
     step: int
@@ -92,6 +102,7 @@ class RolloutRecord:
     tag: str = ""
     is_right: bool | None = None
     reasons: Mapping[str, str] = field(default_factory=dict[str, str])
+    images: Sequence[RecordedImage] = ()
 
     @property
     def staleness(self) -> int:
@@ -117,11 +128,14 @@ def write_records(path: Path, records: Sequence[RolloutRecord]) -> None:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
+    schema = _schema()
+    if any(record.images for record in records):
+        schema = schema.append(pa.field("images", pa.list_(_image_type())))
     arrays = [
         _array([getattr(record, column.name) for record in records], column.type)
-        for column in _schema()
+        for column in schema
     ]
-    table = pa.Table.from_arrays(arrays, schema=_schema())
+    table = pa.Table.from_arrays(arrays, schema=schema)
     with atomic_write(path) as temporary:
         pq.write_table(
             table,
@@ -138,6 +152,8 @@ def _array(values: Sequence[Any], type: pa.DataType) -> pa.Array:
 
     if pa.types.is_map(type):
         values = [list(value.items()) for value in values]
+    elif type == pa.list_(_image_type()):
+        values = [[image._asdict() for image in images] for images in values]
     elif _has_arrays(type):
         # Arrow copies arrays of its own dtype, and converts others number by number.
         dtype = type.value_type.to_pandas_dtype()
@@ -225,6 +241,13 @@ def _schema() -> pa.Schema:
     return pa.schema(types, metadata={"msrl.rollouts": FORMAT})
 
 
+def _image_type() -> pa.DataType:
+    import pyarrow as pa
+
+    numbers = {"offset": pa.int64(), "rows": pa.int64(), "columns": pa.int64()}
+    return pa.struct({"key": pa.string(), **numbers})
+
+
 def _turn_type() -> pa.DataType:
     import pyarrow as pa
 
@@ -250,4 +273,19 @@ def _record(row: Mapping[str, Any]) -> RolloutRecord:
     values["reasons"] = row.get("reasons") or {}  # which files of earlier versions do not have
     if "turns" in row:  # which files of earlier versions do not have
         values["turns"] = tuple(row["turns"])
+    values["images"] = recorded_images(row.get("images") or ())
     return RolloutRecord(**values)
+
+
+def recorded_images(images: Iterable[Mapping[str, Any]]) -> tuple[RecordedImage, ...]:
+    """Return the images of a row of a file. Raises TypeError or ValueError for other values."""
+    return tuple(
+        RecordedImage(int(i["offset"]), str(i["key"]), int(i["rows"]), int(i["columns"]))
+        for i in images
+    )
+
+
+def num_image_tokens(token_ids: Ints, offset: int) -> int:  # [T]
+    """Return the number of equal tokens from the first token of an image on."""
+    others = np.flatnonzero(token_ids[offset:] != token_ids[offset])
+    return int(others[0]) if len(others) else len(token_ids) - offset

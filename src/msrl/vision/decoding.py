@@ -1,6 +1,6 @@
-"""Checks of image files in a separate process with limits of memory and time.
+"""Checks and thumbnails of image files in a separate process with limits of memory and time.
 
-Images are files of strangers, and decoders are C code. Each process that checks images has one
+Images are files of strangers, and decoders are C code. Each process that reads images has one
 such process, which it starts when it needs it.
 """
 
@@ -10,7 +10,7 @@ import os
 import threading
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from msrl.processes.limited import LimitedProcess, is_late, was_killed
 from msrl.vision.errors import ImageError
@@ -31,6 +31,7 @@ class CheckedImage(NamedTuple):
     form: str
 
 
+Task = Literal["size", "decode", "thumbnail"]
 LIMITS = DecodingLimits()
 _ATTEMPTS = 3  # with an image whose process is killed from outside
 
@@ -45,13 +46,23 @@ def check_images(
         must_decode: Decode all pixels; otherwise only the headers are read, and a truncated file
             passes. A PNG file is always decoded, as its EXIF may follow the pixels.
     """
-    results: list[CheckedImage | ImageError] = []
+    return _results("decode" if must_decode else "size", files)
+
+
+def thumbnails(files: Sequence[bytes]) -> list[bytes | ImageError]:
+    """Return each image as a JPEG file of at most `pixels.THUMBNAIL` pixels per side."""
+    return _results("thumbnail", files)
+
+
+def _results(task: Task, files: Sequence[bytes]) -> list[Any]:
+    """Return what the process answers for each image: a value, or an `ImageError`."""
+    results: list[Any] = []
     attempts = 0
     with _LOCK:
         while len(results) < len(files):
             process = _process(os.getpid(), LIMITS)
             try:
-                process.connection.send((must_decode, list(files[len(results) :])))
+                process.connection.send((task, list(files[len(results) :])))
                 while len(results) < len(files):
                     results.append(process.connection.recv())
                     attempts = 0
@@ -71,7 +82,7 @@ _LOCK = threading.Lock()
 
 
 class _ImageChecker(LimitedProcess):
-    """Process that checks images."""
+    """Process that reads images."""
 
     def end(self) -> int:
         """End the process and return its exit code."""

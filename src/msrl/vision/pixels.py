@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF")
 MAX_PIXELS = 89_478_485  # of a file: the limit of Pillow against decompression bombs
+THUMBNAIL = 256  # pixels per side at most
 _ORIENTATION = 0x0112  # tag of EXIF
 _SIDEWAYS = (5, 6, 7, 8)  # orientations that exchange height and width
 _TURNS = {
@@ -86,6 +87,21 @@ def check_image(data: bytes) -> tuple[int, int]:
     except _DAMAGED as error:
         raise _damaged(error) from error
     return _shown_size(image)
+
+
+def thumbnail(data: bytes) -> bytes:
+    """Return a small JPEG file of an image, of at most `THUMBNAIL` pixels per side.
+
+    Raises:
+        ImageError: The file is damaged or no image of a supported format, or has too many pixels.
+    """
+    image = _open(data)
+    image.draft("RGB", (2 * THUMBNAIL, 2 * THUMBNAIL))  # JPEG files are decoded to fewer pixels
+    small = _rgb(image)
+    small.thumbnail((THUMBNAIL, THUMBNAIL))
+    file = io.BytesIO()
+    small.save(file, "JPEG", quality=80)
+    return file.getvalue()
 
 
 def load_decoders() -> None:

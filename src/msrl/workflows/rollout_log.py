@@ -22,8 +22,15 @@ from msrl.errors import MsrlError
 from msrl.files import write_text
 from msrl.rewards.sources import TAG
 from msrl.rewards.verdicts import Judge
-from msrl.tracking.rollouts import LoggedValues, RolloutRecord, write_records
-from msrl.types import Completion, Episode, Ints, ScoredGroup
+from msrl.tracking.rollouts import (
+    LoggedValues,
+    RecordedImage,
+    RolloutRecord,
+    num_image_tokens,
+    write_records,
+)
+from msrl.types import Completion, Episode, Ints, Prompt, ScoredGroup
+from msrl.workflows.thumbnails import write_thumbnails
 
 Verdicts = Sequence[Sequence[bool] | None]
 """Verdicts on the answers of each group: True if right. None: no source decides."""
@@ -75,6 +82,7 @@ class LoggedCompletion:
             **({"tag": record.tag} if TAG in prompt.extra else {}),
             **({"versions": versions} if versions else {}),
             **self._episode_row(),
+            **({"images": [image._asdict() for image in record.images]} if record.images else {}),
             "is_right": record.is_right,
         }
 
@@ -158,6 +166,7 @@ class RolloutLog:
         if not self._is_on:
             return
         all_groups = [*groups, *dropped_groups]
+        self._write_thumbnails(all_groups)
         verdicts = self._judge.verdicts(all_groups)
         measured = _values_by_attribute(sequences, values or {})
         completions = self._completions(step, all_groups, verdicts, measured, times or {})
@@ -174,6 +183,7 @@ class RolloutLog:
     ) -> None:
         """Write an evaluation."""
         if self._is_on:
+            self._write_thumbnails(groups)
             rows = self.evaluation_rows(groups, verdicts, step)
             self._write_lines(self._run_dir / "eval", step, rows)
 
@@ -182,6 +192,13 @@ class RolloutLog:
     ) -> list[dict[str, object]]:
         """Return a row for each answer with its verdict."""
         return [item.row() for item in self._completions(step, groups, verdicts, iter(()), {})]
+
+    def _write_thumbnails(self, groups: Sequence[ScoredGroup]) -> None:
+        """Write a thumbnail of each image of the prompts, for the pages of `msrl view`."""
+        images = [placed.image for group in groups for placed in group.rollout.prompt.images]
+        if images:
+            with _writing(self._run_dir / "images" / "thumbnails"):
+                write_thumbnails(self._run_dir / "images", images)
 
     def _write_lines(self, folder: Path, step: int, rows: Sequence[Mapping[str, object]]) -> None:
         path = folder / f"step_{step:06d}.jsonl"
@@ -203,7 +220,7 @@ class RolloutLog:
         """
         completions: list[LoggedCompletion] = []
         for number, (group, verdict) in enumerate(zip(groups, verdicts, strict=True)):
-            token_ids = group.rollout.prompt.token_ids.tolist()
+            token_ids = _shown_ids(group.rollout.prompt)
             text = self._tokenizer.backend.decode(token_ids, skip_special_tokens=False)
             for sample, completion in enumerate(group.rollout.completions):
                 common = {
@@ -241,7 +258,21 @@ class RolloutLog:
             ],
             "success": episode.success,
             "fault": episode.fault[0],
+            "images": [
+                RecordedImage(placed.offset, placed.image.key, *placed.image.grid[1:])
+                for placed in prompt.images
+            ],
         }
+
+
+def _shown_ids(prompt: Prompt) -> list[int]:
+    """Return the tokens of a prompt with one token for each image."""
+    token_ids = prompt.token_ids
+    is_shown = np.ones(len(token_ids), np.bool_)
+    for placed in prompt.images:
+        count = num_image_tokens(token_ids, placed.offset)
+        is_shown[placed.offset + 1 : placed.offset + count] = False
+    return token_ids[is_shown].tolist()
 
 
 @contextmanager

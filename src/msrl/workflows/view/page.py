@@ -22,6 +22,7 @@ MODULES = (
     "dom.js",
     "text.js",
     "data.js",
+    "images.js",
     "charts.js",
     "list.js",
     "overview.js",

@@ -32,7 +32,9 @@ from msrl.tracking.run import (
     run_state,
 )
 from msrl.types import StepReport
+from msrl.workflows.thumbnails import FOLDER as IMAGES
 from msrl.workflows.view.chunks import Chunks, number, safe_json
+from msrl.workflows.view.images import ViewImages
 from msrl.workflows.view.lineage import lineage
 from msrl.workflows.view.pieces import TokenPieces, open_pieces
 from msrl.workflows.view.recorded import recorded_values
@@ -62,11 +64,14 @@ class RunData:
     _tables: dict[Kind, SampleTables] = field(default_factory=dict[Kind, "SampleTables"])
     _token_ids: set[int] = field(default_factory=set[int])
     _notices: dict[str, None] = field(default_factory=dict[str, None])  # in order
+    _images: ViewImages = field(init=False)
 
     def __post_init__(self) -> None:
         """Prepare the tables of samples."""
+        self._images = ViewImages(self.folder / IMAGES, f"{self.number}/images")
         for kind in KINDS:
-            self._tables[kind] = SampleTables(f"{self.number}/{kind}", self.texts)
+            name = f"{self.number}/{kind}"
+            self._tables[kind] = SampleTables(name, self._images, self.texts)
 
     def write(self, chunks: Chunks) -> dict[str, Any]:
         """Write all data of the run except its overview, which is returned."""
@@ -76,6 +81,7 @@ class RunData:
         has_rows = (self.folder / DATA).is_file()  # which the run preprocessed
         hidden = {name for name in _OTHER_SECTIONS if name != "preprocess" or not has_rows}
         tables = {kind: self._write_tables(kind, verdicts, config, chunks) for kind in KINDS}
+        self._images.flush(chunks)
         pieces = self._write_pieces(config, chunks)
         has_metrics = (self.folder / METRICS).is_file()
         reports = read_metrics(self.folder, self._notice) if has_metrics else ()

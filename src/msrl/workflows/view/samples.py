@@ -17,7 +17,7 @@ from pydantic_core import from_json
 from msrl.errors import MALFORMED, MsrlError
 from msrl.files import LinesWithin
 from msrl.limits import print_note
-from msrl.tracking.rollouts import RolloutRecord, iterate_records
+from msrl.tracking.rollouts import RolloutRecord, iterate_records, recorded_images
 from msrl.types import Bools, Floats, Ints
 
 Kind = Literal["rollout", "eval"]
@@ -148,6 +148,8 @@ class _SamplesWithin:
         if not all(verdict is None or isinstance(verdict, bool) for verdict in verdicts):
             raise TypeError("a verdict is not true or false")
         ids = sample.token_ids
+        if not all(0 <= image.offset < len(ids) for image in sample.images):
+            raise ValueError("an image is out of range")
         if len(ids) and not 0 <= ids.min() <= ids.max() <= _MAX_TOKEN_ID:
             raise ValueError("a token id is out of range")
         num_arrays = 4 + len(sample.values)
@@ -187,6 +189,7 @@ def _from_row(
         "scores": {name: float(score) for name, score in row["scores"].items()},
         "messages": _turns(row),
         "reasons": row.get("reasons", {}),
+        "images": recorded_images(row.get("images", ())),
     }
     for number, (token_ids, is_sampled) in enumerate(_sequences(row)):
         end = start + int(np.count_nonzero(is_sampled))

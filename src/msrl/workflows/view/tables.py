@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from msrl.workflows.view.chunks import Chunks, Packs, number, pack, safe_json
+from msrl.workflows.view.images import ViewImages
 from msrl.workflows.view.samples import ViewSample, step_of
 from msrl.workflows.view.search import TextIndex
 from msrl.workflows.view.verdicts import Verdicts
@@ -34,8 +35,8 @@ class _ConvertedFile:
 class SampleTables:
     """Tables of the samples of one kind of a run. `name` is the first part of their names."""
 
-    def __init__(self, name: str, texts: TextIndex | None) -> None:
-        self._name, self._texts = name, texts
+    def __init__(self, name: str, images: ViewImages, texts: TextIndex | None) -> None:
+        self._name, self._images, self._texts = name, images, texts
         self._tables, self._details = Packs(f"{name}-tables"), Packs(f"{name}-samples")
         self._files: dict[Path, _ConvertedFile] = {}
 
@@ -60,11 +61,15 @@ class SampleTables:
             for sequences in by_sample
         ]
         step = step_of(path)
+        details = [_details(row) for row in by_sample]
+        for detail, sequences in zip(details, by_sample, strict=True):
+            if sequences[0].images:
+                detail["images"] = self._images.entries(sequences[0], chunks)
         entry = {
             "step": step,
             "count": len(by_sample),
             "table": self._tables.add([safe_json(_summary(by_sample, judged))], chunks)[0][:2],
-            "parts": self._details.add([safe_json(_details(row)) for row in by_sample], chunks),
+            "parts": self._details.add([safe_json(detail) for detail in details], chunks),
             "times": dict(samples[0].times) if samples else {},
         }
         self._files[path] = _ConvertedFile(state, entry)

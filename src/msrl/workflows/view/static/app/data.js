@@ -66,7 +66,13 @@ export async function details(run, kind, step, row) {
   const sample = rows[position + row - first];
   if (!sample || row >= entry.count) throw new Error(`Step ${step} has no sample ${row}.`);
   sample.sequences.forEach(unpack);
+  sample.sequences[0].images = sample.images;
   return sample;
+}
+
+/** Return the thumbnails of a pack. */
+export function imagePack(run, pack) {
+  return samplePack(`${run}/images-${pack}`);
 }
 
 function samplePack(name) {

@@ -6,6 +6,7 @@ import { VERDICTS, count, digits, highlighted, percent, searchPattern, snippet, 
 import { details, eachTable, stepTable, tableEntry } from "./data.js";
 import { virtualList } from "./list.js";
 import { turnViews } from "./sample.js";
+import { imageViews } from "./images.js";
 
 const ROW_HEIGHT = 40;
 const NARROW_ROW_HEIGHT = 86;
@@ -286,7 +287,7 @@ export async function groupPage(main, words) {
     el("h1", {}, `Prompt ${table.prompt[rows[0]]}`),
     facts([["samples", rows.length], ["right", judged ? `${rights} (${percent(rights / rows.length)})` : ""],
       ["ground truth", visible(samples[0]?.answer ?? "")], ["tag", visible(table.tag[rows[0]])]]),
-    card("Prompt", el("pre", { class: "text", tabindex: "0" }, visible(samples[0]?.turns[0]?.[1] ?? ""))),
+    card("Prompt", imageViews(samples[0]?.images, run), el("pre", { class: "text", tabindex: "0" }, visible(samples[0]?.turns[0]?.[1] ?? ""))),
     el("div", { class: "side-by-side", tabindex: "0", role: "region", "aria-label": "Samples side by side" },
       samples.map((sample, i) => groupColumn(run, kind, step, table, rows[i], sample))));
 }

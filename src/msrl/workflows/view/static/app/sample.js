@@ -4,6 +4,7 @@ import { address, go, remember, route, setting, state } from "./state.js";
 import { card, el, facts, field, fill, segments, select, table } from "./dom.js";
 import { count, digits, highlighted, verdictText, visible } from "./text.js";
 import { chunk, details, stepTable, tableEntry } from "./data.js";
+import { imageAt, imageBlock, imageViews } from "./images.js";
 import { neighbors } from "./rollouts.js";
 
 const MAX_TOKENS = 20000; // elements on the page; the rest is shown on request
@@ -86,7 +87,7 @@ export async function samplePage(main, words) {
   const show = (key) => {
     remember("sample.view", key);
     if (key === "tokens") tokensView(body, sample.sequences, run);
-    else fill(body, turnViews(sample.turns, query.get("text")));
+    else fill(body, imageViews(sample.images, run), turnViews(sample.turns, query.get("text")));
   };
   fill(main,
     crumbs(run, kind, step, columns, row, entry.count),
@@ -223,7 +224,11 @@ function scaleKey(coloring, scale) {
 function drawSpans(area, sample, pieces, coloring, scale, limit = MAX_TOKENS) {
   const shown = Math.min(sample.ids.length, limit);
   const texts = tokenTexts(sample.ids.slice(0, shown), pieces);
-  const spans = texts.map((text, i) => el("span", { class: `tk ${tokenClass(sample, i, coloring, scale)}`, data: { i } }, text));
+  const spans = texts.map((text, i) => {
+    const image = imageAt(sample, i);
+    if (image) return i === image[0] ? imageBlock(image) : null;
+    return el("span", { class: `tk ${tokenClass(sample, i, coloring, scale)}`, data: { i } }, text);
+  });
   fill(area, spans);
   if (shown < sample.ids.length) {
     area.append(el("button", { type: "button", on: { click: () => drawSpans(area, sample, pieces, coloring, scale, Infinity) } },
@@ -298,10 +303,17 @@ function explore(area, readout, sample, pieces) {
     const moves = { ArrowRight: 1, ArrowLeft: -1, ArrowDown: 10, ArrowUp: -10 };
     if (!(event.key in moves)) return;
     event.preventDefault();
-    show(Math.max(0, Math.min(sample.ids.length - 1, chosen + moves[event.key])));
+    show(Math.max(0, Math.min(sample.ids.length - 1, outsideImage(sample, chosen, moves[event.key]))));
     area.querySelector(".chosen")?.scrollIntoView({ block: "nearest" });
   });
   show(Math.min(chosen, sample.ids.length - 1));
+}
+
+/** Return the token after a move, which passes an image as one block. */
+function outsideImage(sample, chosen, move) {
+  const [from, to] = [imageAt(sample, chosen), imageAt(sample, chosen + move)];
+  if (!to) return chosen + move;
+  return to === from && move > 0 ? to[0] + to[1] : to[0];
 }
 
 function tokenFacts(sample, i, text) {
