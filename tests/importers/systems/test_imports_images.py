@@ -145,6 +145,18 @@ def test_other_parts_that_roll_freezes_or_adapts_are_refused(
         roll(tmp_path, PIXELS, lines)
 
 
+def test_boxes_of_roll_are_scored_by_their_overlap_as_the_nearest(tmp_path: Path) -> None:
+    file = tmp_path / "given.yaml"
+    worker = ("roll.rewards.MathRuleRewardWorker", "roll.rewards.DetectionRewardWorker")
+    file.write_text(edit(RLVR, worker), encoding="utf-8")
+    with pytest.raises(MsrlError, match=mentions("DetectionRewardWorker", "--approximate")):
+        translate_arguments("roll", [str(file)])
+    (source,) = tree(translate_arguments("roll", [str(file)], approximate=True))["reward"][
+        "sources"
+    ]
+    assert source == {"verifier": "box_iou", "tags": ["math"]}
+
+
 def test_a_critic_of_roll_cannot_read_images(tmp_path: Path) -> None:
     file = tmp_path / "given.yaml"
     pairs = (("adv_estimator: grpo", "adv_estimator: gae"), ("  infer_batch_size: 4\n", PIXELS))

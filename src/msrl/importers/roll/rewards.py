@@ -18,6 +18,7 @@ _VERIFIERS = {
     "CodeSandboxRewardWorker": "code",
     "CrossThinkQARuleRewardWorker": "crossthinkqa",
     "GeneralRuleRewardWorker": "ifeval",
+    "DetectionRewardWorker": "box_iou",
 }
 # Workers that add a penalty of up to 0.5 for repeated trigrams.
 _PENALIZED = ("CrossThinkQARuleRewardWorker", "GeneralRuleRewardWorker")
@@ -92,6 +93,9 @@ def _sources(translation: Translation, keys: Keys) -> list[dict[str, Any]]:
         rows = {"tags": [str(tag) for tag in as_list(tags.value)]}
     if name == _JUDGE:
         return [{**_judge(translation, keys, worker), **rows}]
+    if name == "DetectionRewardWorker":
+        text = "the original mixes several scores of boxes and of the format, msrl takes the mean "
+        translation.report_difference(worker, text + "overlap")
     translation.record(worker, KeyStatus.APPLIED, f"reward.sources: {verifier}")
     source: dict[str, Any] = {"verifier": verifier, **rows, **_options(translation, keys, name)}
     return [source, {**_REPETITION, **rows}] if name in _PENALIZED else [source]
