@@ -31,7 +31,8 @@ class Case:
     layout: Layout = field(default_factory=Layout)
     more: dict[str, Any] = field(default_factory=dict)  # fields of ReplicaSettings
     batches: tuple[Batches, ...] = (BATCHES,)
-    earlier: tuple[Batches, ...] = ()  # of an update before, which changes nothing
+    # Those of each update before, which changes nothing
+    earlier: tuple[tuple[Batches, ...], ...] = ()
     overlaps: bool = False  # reduction of gradients during the backward pass
     has_reference: bool = False  # which also computes the logits
 
@@ -112,10 +113,9 @@ def _run_case(context: RankContext, case: Case, init_method: str) -> None:
     if logits is not None and is_first and case.layout.cp == 1:
         context.report((case.name, "logits", [each.numpy() for each in logits]))
     request = UpdateRequest(SftLoss(), lr=0.0, divisor=float(num_loss_tokens(case.model)))
-    for rows_by_rank in (case.earlier, case.batches):
-        if rows_by_rank:
-            batches = [_micro_batch(rank, case, rows) for rows in rows_by_rank[share]]
-            metrics = rank.update(batches, request)
+    for rows_by_rank in (*case.earlier, case.batches):
+        batches = [_micro_batch(rank, case, rows) for rows in rows_by_rank[share]]
+        metrics = rank.update(batches, request)
     gradients = gathered_gradients(rank.policy)
     if context.rank == 0:
         context.report((case.name, "metrics", metrics))

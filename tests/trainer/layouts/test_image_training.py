@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -43,11 +44,16 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "pp2 ep2": {"layout": Layout(pp=2, ep=2), "batches": UNEQUAL},
     "cp2 ep2": {"layout": Layout(cp=2, ep=2)},
 }
-# Steps with overlapped reduction, whose last micro-batches have images on some ranks or none
+# Steps with overlapped reduction, whose last micro-batches have images on some ranks or none. The
+# steps before them have text only, images only, or images on some ranks.
+IMAGES_LAST = ((1,), (0, 2, 3, 4, 5, 6))
 OVERLAPPED: dict[str, dict[str, Any]] = {
-    "text last": {"batches": (((0, 2, 3, 4, 5, 6), (1,)),), "earlier": (((1,),),)},
-    "text first": {"batches": (((1,), (0, 2, 3, 4, 5, 6)),), "earlier": (((1,), (0,)),)},
-    "text on one rank": {"batches": WITHOUT, "earlier": UNEQUAL},
+    "text last": {"batches": (IMAGES_LAST[::-1],), "earlier": ((((0,),),), (((1,),),))},
+    "images last": {"batches": (IMAGES_LAST,), "earlier": ((((1,), (0,)),), (((1,),),))},
+    "text on one rank": {"batches": WITHOUT, "earlier": (UNEQUAL, (((1,),), ((1,),)))},
+    "tp2 sp": {"layout": Layout(tp=2, sp=True), "batches": (IMAGES_LAST[::-1],)},
+    "pp2": {"layout": Layout(pp=2), "batches": (IMAGES_LAST,), "earlier": ((((1,), (1,)),),)},
+    "cp2": {"layout": Layout(cp=2), "batches": (IMAGES_LAST[::-1],)},
 }
 
 
@@ -127,13 +133,19 @@ def test_pictures_train_like_those_of_transformers(folders: dict[str, Path]) -> 
         _assert_equal(case, results[case.name])
 
 
+def _overlapping(folder: Path, name: str, *, recomputed: bool) -> Case:
+    more = RECOMPUTED if recomputed else {}
+    label = f"{folder.name}, {name}, {recomputed}"
+    return Case(label, folder, overlaps=True, more=more, **OVERLAPPED[name])
+
+
 def test_steps_with_and_without_pictures_overlap_their_reduction(
     folders: dict[str, Path],
 ) -> None:
-    models = dict(zip(OVERLAPPED, MODELS, strict=False))
+    models = zip(OVERLAPPED, cycle(("qwen2-vl", "qwen2.5-vl", "qwen3-vl")), strict=False)
     cases = [
-        Case(name, folders[models[name]], overlaps=True, **changes)
-        for name, changes in OVERLAPPED.items()
+        _overlapping(folders[model], name, recomputed=number % 2 == 1)
+        for number, (name, model) in enumerate(models)
     ]
     results = image_ranks.run(cases)
     for case in cases:
@@ -183,6 +195,20 @@ def test_a_frozen_tower_computes_every_image_once(folders: dict[str, Path]) -> N
     assert len(kept.logits) == 2 * len(image_models.BATCHES)
     for own, other in zip(kept.logits, again.logits, strict=True):
         assert np.array_equal(own, other)
+
+
+@pytest.mark.full
+def test_steps_of_every_model_overlap_their_reduction(folders: dict[str, Path]) -> None:
+    cases = [
+        _overlapping(folders[model], name, recomputed=recomputed)
+        for model in MODELS
+        for name in OVERLAPPED
+        for recomputed in (False, True)
+        if (model, name) not in WITHOUT_LAYOUT
+    ]
+    results = image_ranks.run(cases)
+    for case in cases:
+        _assert_equal(case, results[case.name])
 
 
 @pytest.mark.full
