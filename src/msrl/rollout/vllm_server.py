@@ -22,6 +22,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from msrl.chat_rendering.client import Chat, RenderingError, render_chats
 from msrl.processes.parent import end_with_parent
 from msrl.rollout.images.processors import prepare_process
+from msrl.rollout.images.requests import read_as_rows
 
 _BEFORE_0_32 = "vllm.entrypoints.openai.api_server"
 
@@ -57,6 +58,7 @@ def main() -> None:
     end_with_parent(parent, signal.SIGTERM)
     limit_templates()
     prepare_process()
+    read_as_rows()
     if importlib.util.find_spec("vllm.entrypoints.launchers") is None:
         runpy.run_module(_BEFORE_0_32, run_name="__main__", alter_sys=True)
         return

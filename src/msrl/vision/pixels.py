@@ -65,13 +65,22 @@ def decode_image(
         ImageError: The file is damaged or no image of a supported format, has too many or too few
             pixels, or is too long.
     """
-    image = _rgb(_open(data))
+    image = rgb_image(data)
     if grid is None:
         height, width = resized_size(image.height, image.width, settings)
     else:
         height, width = (size * settings.patch_size for size in grid[1:])
     resized = image.resize((width, height), resample=settings.resample)
     return np.array(resized)
+
+
+def rgb_image(data: bytes) -> Image:
+    """Return an image of Pillow as it is shown, in RGB, before it is resized.
+
+    Raises:
+        ImageError: The file is damaged or no image of a supported format, or has too many pixels.
+    """
+    return _rgb(_open(data))
 
 
 def check_image(data: bytes) -> tuple[int, int]:

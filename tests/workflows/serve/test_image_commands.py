@@ -1,8 +1,10 @@
-"""Images in `msrl eval` and `chat`, beside the answers of one engine."""
+"""Images in `msrl eval`, `chat` and `serve`, beside the answers of one engine."""
 
 from __future__ import annotations
 
+import base64
 import contextlib
+import io
 import json
 from collections.abc import Iterator
 from dataclasses import replace
@@ -26,6 +28,8 @@ from msrl.workflows.engine import choose_renderer
 from msrl.workflows.evaluate import run as evaluation
 from msrl.workflows.serve.chat import ChatPrompts, converse
 from msrl.workflows.serve.images import ImagePrompts
+from served_commands import Server
+from support import mentions
 from tiny_qwen2 import make_tokenizer
 from vision_folders import encoded, picture
 
@@ -121,3 +125,64 @@ def test_the_question_of_a_chat_has_the_image_of_a_row(
     )
     assert first.token_ids.tolist() == second.token_ids.tolist()
     np.testing.assert_allclose(first.logprobs, second.logprobs, rtol=0, atol=1e-5)
+
+
+@pytest.fixture(scope="module")
+def client(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    openai = pytest.importorskip("openai")
+    model = str(folder / "model")
+    server = Server(
+        tmp_path_factory.mktemp("server") / "log", model, "--dtype", "float32", "--max-images", "2"
+    )
+    yield openai.OpenAI(base_url=server.url, api_key="none", max_retries=0, timeout=120)
+    server.command.kill()
+
+
+def _data_url(data: bytes) -> str:
+    return "data:image/png;base64," + base64.b64encode(data).decode()
+
+
+def _ask(client: Any, *urls: str) -> Any:
+    images = [{"type": "image_url", "image_url": {"url": url}} for url in urls]
+    content = [*images, {"type": "text", "text": QUESTION}]
+    return client.chat.completions.create(
+        model="model",
+        messages=[{"role": "user", "content": content}],
+        max_tokens=NUM_TOKENS,
+        temperature=0,
+        logprobs=True,
+        extra_body={"return_token_ids": True},
+    )
+
+
+def test_a_served_model_reads_the_pixels_of_a_row(
+    folder: Path, engine: VllmEngine, prompts: list[Prompt], client: Any
+) -> None:
+    answer = _ask(client, _data_url((folder / "cat.png").read_bytes()))
+    (group, _) = engine.generate(prompts, GREEDY, 0)
+    expected = group.completions[0]
+    assert answer.prompt_token_ids == prompts[0].token_ids.tolist()
+    assert answer.choices[0].token_ids == expected.token_ids.tolist()
+    logprobs = [each.logprob for each in answer.choices[0].logprobs.content]
+    np.testing.assert_allclose(logprobs, expected.logprobs, rtol=0, atol=1e-5)
+
+
+def test_images_that_a_server_does_not_read_are_errors_of_the_client(
+    folder: Path, client: Any
+) -> None:
+    openai = pytest.importorskip("openai")
+    png = (folder / "cat.png").read_bytes()
+    tiff, url = io.BytesIO(), _data_url(png)
+    picture(112, 84).save(tiff, "TIFF")
+    refused = {
+        ("http://127.0.0.1:1/cat.png",): ("127.0.0.1", "serve.image_hosts", "data URL"),
+        (f"file://{folder / 'cat.png'}",): ("image_url", "files"),
+        ("data:image/png,abc",): ("image_url", "base64"),
+        (_data_url(b"%PDF-1.7"),): ("image_url", "not an image"),
+        (_data_url(png[: len(png) // 2]),): ("image_url", "damaged"),
+        (_data_url(tiff.getvalue()),): ("image_url", "JPEG"),
+        (url, url, url): ("2",),
+    }
+    for urls, words in refused.items():
+        with pytest.raises(openai.BadRequestError, match=mentions(*words)):
+            _ask(client, *urls)
