@@ -17,7 +17,7 @@ from msrl.vision.errors import ImageError
 from msrl.vision.pixels import check_image, cut_patches, decode_image, image_size, patches_of
 from msrl.vision.settings import read_vision_settings
 from msrl.vision.sizes import grid_of, image_tokens, resized_size
-from support import mentions
+from support import assert_mentions
 from vision_folders import PROCESSOR, encoded, picture, write_folder
 
 
@@ -133,7 +133,7 @@ def test_the_limit_of_pixels_holds_before_any_is_decoded(monkeypatch):
     monkeypatch.setattr(pixels, "MAX_PIXELS", 100)
     with pytest.raises(ImageError) as error:
         image_size(encoded(picture(11, 10)))
-    assert mentions(error.value, "11 x 10", "100")
+    assert_mentions(error.value, "11 x 10", "100")
     assert image_size(encoded(picture(10, 10))) == (10, 10)
 
 
@@ -141,7 +141,7 @@ def test_long_and_tiny_pictures_are_refused(settings):
     for width, height, reason in ((1, 201, "ratio"), (4020, 20, "ratio"), (1, 1, "small")):
         with pytest.raises(MsrlError) as error:
             decode_image(encoded(picture(width, height)), settings)
-        assert mentions(error.value, f"{width} x {height}", reason)
+        assert_mentions(error.value, f"{width} x {height}", reason)
     narrow = dataclasses.replace(settings, min_pixels=1)
     assert resized_size(9, 9, narrow) == (28, 28)
 

@@ -7,7 +7,7 @@ import pytest
 
 from msrl.errors import MsrlError
 from msrl.vision.settings import from_json, has_vision, read_vision_settings
-from support import mentions
+from support import assert_mentions
 from vision_folders import CONFIG, PROCESSOR, write_folder
 
 
@@ -56,7 +56,7 @@ def test_limits_can_be_changed_and_a_manifest_has_all_settings(tmp_path):
     assert from_json(json.loads(json.dumps(changed.as_json()))) == changed
     with pytest.raises(MsrlError) as error:
         settings.with_limits(300_000, None)
-    assert mentions(error.value, "min_pixels=300000", "max_pixels")
+    assert_mentions(error.value, "min_pixels=300000", "max_pixels")
     for values in ({}, settings.as_json() | {"patch_size": "14"}, {"image_mean": 3}):
         with pytest.raises(ValueError, match="settings of images"):
             from_json(values)
@@ -87,7 +87,7 @@ def test_a_processor_that_is_not_supported_is_one_line(tmp_path, processor, conf
     folder = write_folder(tmp_path / "m", processor, config)
     with pytest.raises(MsrlError) as error:
         read_vision_settings(folder)
-    assert mentions(error.value, str(folder), *words)
+    assert_mentions(error.value, str(folder), *words)
     assert "\n" not in str(error.value)
 
 
@@ -97,7 +97,7 @@ def test_a_folder_without_tower_or_processor_is_one_line(tmp_path):
     (folder / "preprocessor_config.json").unlink()
     with pytest.raises(MsrlError) as error:
         read_vision_settings(folder)
-    assert mentions(error.value, str(folder), "preprocessor_config.json")
+    assert_mentions(error.value, str(folder), "preprocessor_config.json")
     (folder / "preprocessor_config.json").write_text("{")
     with pytest.raises(MsrlError, match="JSON"):
         read_vision_settings(folder)
@@ -107,7 +107,7 @@ def test_a_folder_without_tower_or_processor_is_one_line(tmp_path):
     assert not has_vision(tmp_path / "none")
     with pytest.raises(MsrlError) as error:
         read_vision_settings(folder)
-    assert mentions(error.value, str(folder), "vision tower")
+    assert_mentions(error.value, str(folder), "vision tower")
 
 
 def test_settings_are_frozen(tmp_path):

@@ -217,6 +217,12 @@ class RunPlan:
         num_shared = self.world_size // self.config.cluster.nodes
         return num_shared + (num_separate if self.config.cluster.address is None else 0)
 
+    @property
+    def has_images(self) -> bool:
+        """True if a dataset has images."""
+        manifests = [dataset.manifest for dataset in self.datasets.values()]
+        return any(manifest is not None and manifest.vision for manifest in manifests)
+
     def prefix(self, name: str) -> str:
         """Return the prefix of the data that a value of the section `data` names."""
         return self.datasets[name].prefix

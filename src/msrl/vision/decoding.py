@@ -14,6 +14,7 @@ from typing import Any, Literal, NamedTuple
 
 from msrl.processes.limited import LimitedProcess, is_late, was_killed
 from msrl.vision.errors import ImageError
+from msrl.vision.pixels import require_pillow
 
 
 class DecodingLimits(NamedTuple):
@@ -45,6 +46,9 @@ def check_images(
         files: Encoded images.
         must_decode: Decode all pixels; otherwise only the headers are read, and a truncated file
             passes. A PNG file is always decoded, as its EXIF may follow the pixels.
+
+    Raises:
+        MsrlError: Pillow is not installed.
     """
     return _results("decode" if must_decode else "size", files)
 
@@ -55,7 +59,12 @@ def thumbnails(files: Sequence[bytes]) -> list[bytes | ImageError]:
 
 
 def _results(task: Task, files: Sequence[bytes]) -> list[Any]:
-    """Return what the process answers for each image: a value, or an `ImageError`."""
+    """Return what the process answers for each image: a value, or an `ImageError`.
+
+    Raises:
+        MsrlError: Pillow is not installed.
+    """
+    require_pillow()
     results: list[Any] = []
     attempts = 0
     with _LOCK:

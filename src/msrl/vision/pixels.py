@@ -9,11 +9,13 @@ from __future__ import annotations
 import io
 import warnings
 from functools import lru_cache
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from msrl.errors import MsrlError
 from msrl.types import Grid
 from msrl.vision.errors import ImageError
 from msrl.vision.settings import VisionSettings
@@ -169,9 +171,19 @@ def _levels(settings: VisionSettings) -> NDArray[np.float32]:
     return (scaled[None] - mean) / std
 
 
+def require_pillow() -> None:
+    """Raise MsrlError if Pillow, which decodes images, is not installed."""
+    if find_spec("PIL") is None:
+        raise MsrlError(
+            "images: Pillow is not installed, which decodes them. Install it with: pip install "
+            "pillow"
+        )
+
+
 @lru_cache(maxsize=1)
 def _pillow() -> Any:
-    """Import Pillow and return its module `Image`."""
+    """Import Pillow and return its module `Image`. Raises MsrlError if it is not installed."""
+    require_pillow()
     from PIL import Image
 
     # Pillow warns of sizes that `_open` refuses, and of damage and palettes that change no pixel.

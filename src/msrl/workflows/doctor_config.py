@@ -73,7 +73,7 @@ def _devices(plan: RunPlan, platform: Platform) -> Iterator[ConfigFinding]:
 def _memory(plan: RunPlan, platform: Platform) -> Iterator[ConfigFinding]:
     """Yield the memory of a run on one device, and the size of the KV cache."""
     is_known = plan.shape_or_none is not None and plan.dp_size > 0
-    memory_fit = fit(plan, platform) if is_known else None
+    memory_fit = fit(plan, platform, has_images=plan.has_images) if is_known else None
     if memory_fit is not None:
         yield finding(memory_fit, plan.train)
         if plan.has_rollouts:

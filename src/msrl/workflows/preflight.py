@@ -110,7 +110,8 @@ def _check_supervised(plan: RunPlan, task: SupervisedTask[Any]) -> str:
 
     job = prepare(plan, planned_platform(plan.config), task)
     longest = job.train.longest
-    check_start(plan, job.platform, job.resume, longest=longest)
+    has_images = job.train.has_images
+    check_start(plan, job.platform, job.resume, longest=longest, has_images=has_images)
     return f"{job.num_steps:,} steps; the longest row has {longest:,} tokens"
 
 
@@ -119,7 +120,7 @@ def _train_grpo(plan: RunPlan) -> str:
     from msrl.workflows.training.preflight import check_start, planned_platform
 
     job = prepare(plan, planned_platform(plan.config))
-    check_start(plan, job.platform, job.resume)
+    check_start(plan, job.platform, job.resume, has_images=plan.has_images)
     return (
         f"{len(job.prompts.rows):,} prompts, {job.num_steps:,} steps, "
         f"devices used: {job.placement.num_devices}"

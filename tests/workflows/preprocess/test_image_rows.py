@@ -27,13 +27,14 @@ from msrl.data.templates.files import load_template
 from msrl.data.tokenizer import open_tokenizer
 from msrl.errors import MsrlError
 from msrl.types import Conversation, DatasetManifest, Message
+from msrl.vision import pixels
 from msrl.vision.settings import from_json, read_vision_settings
 from msrl.workflows import preprocess as workflow
 from msrl.workflows.preprocess import check, run
 from msrl.workflows.row_images import model_images
 from msrl.workflows.sft.rows import open_rows
 from msrl.workflows.training.data_checks import check_data
-from support import mentions
+from support import assert_mentions, mentions
 from test_train_from_rows import plan, prefix_of
 from tiny_qwen2 import make_tokenizer
 from vision_folders import (
@@ -324,7 +325,7 @@ def test_limits_of_pixels_change_the_tokens(pictures: Path, model: Path):
     assert [placed.image.grid for placed in example.images] == [(1, 2, 4), (1, 8, 2)]
     with pytest.raises(MsrlError) as error:
         preprocess(pictures, model, [FORMS["LLaVA"]], min_pixels=500_000)
-    assert mentions(error.value, "min_pixels=500000")
+    assert_mentions(error.value, "min_pixels=500000")
 
 
 def test_a_training_drops_rows_that_it_would_cut_inside_an_image(pictures: Path, model: Path):
@@ -376,7 +377,7 @@ BAD_ROWS = [
     (message(f"ROLL {MARK}"), ("turn 1", MARK)),
     (message({"type": "image"}), ("0 in the column", "1 marks")),
     (message(part("none.png")), ("image 1", "no such file", "none.png", "image_root")),
-    (message(part("red.png"), part("sub")), ("image 2", "not a file", "sub")),
+    (message(part("red.png"), part("sub")), ("image 2", "directory", "sub")),
     (message(part("broken.jpg")), ("image 1", "damaged", "broken.jpg")),
     (message(part("page.png")), ("image 1", "not an image", "page.png")),
     (message(part("vector.svg")), ("image 1", "not an image", "vector.svg")),
@@ -430,7 +431,7 @@ def test_a_bad_image_is_one_line_with_its_row(hostile: Path, model: Path):
     for row, words in BAD_ROWS:
         with pytest.raises(MsrlError) as error:
             preprocess(hostile, model, [FORMS["ms-swift"], row], max_images=4)
-        assert mentions(error.value, "rows.jsonl:2: ", *words), error.value
+        assert_mentions(error.value, "rows.jsonl:2: ", *words)
         assert "\n" not in str(error.value)
     assert not list(hostile.glob("x_*"))
 
@@ -451,10 +452,10 @@ def test_images_with_a_text_only_model_are_refused(pictures: Path, tmp_path: Pat
     for name in ("ms-swift", "content parts"):
         with pytest.raises(MsrlError) as error:
             preprocess(pictures, text, [FORMS[name]])
-        assert mentions(error.value, "rows.jsonl:1", str(text), "vision tower")
+        assert_mentions(error.value, "rows.jsonl:1", str(text), "vision tower")
     with pytest.raises(MsrlError) as error:
         preprocess(pictures, text, [message("Hi")], max_pixels=9000)
-    assert mentions(error.value, "preprocess.max_pixels=9000", "vision tower")
+    assert_mentions(error.value, "preprocess.max_pixels=9000", "vision tower")
     assert preprocess(pictures, text, [message("Hi <image>")]).num_examples == 1
     assert preprocess(pictures, text, [FORMS["ms-swift"]], ignore=["images"]).num_examples == 1
 
@@ -465,7 +466,7 @@ def test_a_model_without_its_processor_reads_texts_only(pictures: Path, tmp_path
     assert preprocess(pictures, folder, [message("Hi")]).vision == {}
     with pytest.raises(MsrlError) as error:
         preprocess(pictures, folder, [FORMS["LLaVA"]])
-    assert mentions(error.value, "rows.jsonl:1", "preprocessor_config.json")
+    assert_mentions(error.value, "rows.jsonl:1", "preprocessor_config.json")
 
 
 def test_texts_give_the_same_files_without_images(pictures: Path, model: Path):
@@ -483,15 +484,13 @@ def test_links_keep_paths_and_refuse_changed_files(pictures: Path, model: Path):
     ((example,),) = SftDataset(pictures / "x")
     assert [placed.image.data for placed in example.images] == [RED, BLUE]
     (pictures / "red.png").write_bytes(BLUE)
-    with pytest.raises(MsrlError) as error:
+    with pytest.raises(MsrlError, match=mentions("red.png", "changed")):
         SftDataset(pictures / "x")[0]
-    assert mentions(error.value, "red.png", "changed")
     (pictures / "red.png").unlink()
     with pytest.raises(MsrlError, match=mentions("red.png", "no such file")):
         SftDataset(pictures / "x")[0]
-    with pytest.raises(MsrlError) as error:
+    with pytest.raises(MsrlError, match=mentions("rows.jsonl:1", "image 1", "linked", "embed")):
         preprocess(pictures, model, [FORMS["ROLL"]], images="link")
-    assert mentions(error.value, "rows.jsonl:1", "image 1", "linked", "embed")
 
 
 def test_checksums_and_digests_cover_the_files_of_images(pictures: Path, model: Path):
@@ -605,7 +604,21 @@ def test_a_training_refuses_images_of_another_processor(pictures: Path, trained:
     )
     with pytest.raises(MsrlError) as error:
         check_data(manifest, run, str(pictures / "x"))
-    assert mentions(error.value, str(pictures / "x"), "image_mean", "0.5")
+    assert_mentions(error.value, str(pictures / "x"), "image_mean", "0.5")
+
+
+def test_a_training_on_images_names_pillow_if_it_is_not_installed(
+    pictures: Path, trained: Path, monkeypatch: pytest.MonkeyPatch
+):
+    manifests = [preprocess(pictures, trained, [FORMS["ms-swift"]])]
+    runs = [plan(trained, pictures / "x")]
+    manifests.append(preprocess(pictures, trained, [message("Hi")]))
+    runs.append(plan(trained, pictures / "x"))
+    assert [run.has_images for run in runs] == [True, False]
+    monkeypatch.setattr(pixels, "find_spec", lambda name: None)
+    with pytest.raises(MsrlError, match=mentions(str(pictures / "x"), "Pillow", "install")):
+        check_data(manifests[0], runs[0], str(pictures / "x"))
+    check_data(manifests[1], runs[1], str(pictures / "x"))
 
 
 def test_texts_are_preprocessed_without_pillow(pictures: Path, model: Path):

@@ -42,7 +42,7 @@ def run(plan: RunPlan) -> None:
     if job.resume is not None and job.resume.step == job.num_steps:
         finish_completed(plan, job.resume, CURVES["train-grpo"])
         return
-    check_start(plan, job.platform, job.resume)
+    check_start(plan, job.platform, job.resume, has_images=plan.has_images)
     teachers = connect_teachers(job.config.algo.distill.teachers, job.tokenizer, plan.max_model_len)
     with open_session(
         plan,

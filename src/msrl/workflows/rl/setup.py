@@ -136,7 +136,7 @@ def prepare(plan: RunPlan, platform: Platform | None = None) -> RLSetup:
 
 def refuse_images(plan: RunPlan) -> None:
     """Raise MsrlError if the data has images that a part of the run does not read."""
-    if data_images(plan) is None:
+    if not plan.has_images:
         return
     config = plan.config
     readers = {"environment": (config.environment.is_on, "environments read no images")}

@@ -17,6 +17,7 @@ from msrl.models.stages import has_deepstack_on_first_stage
 from msrl.plan.run_plan import RunPlan
 from msrl.tracking.progress import progress
 from msrl.types import DatasetManifest
+from msrl.vision.pixels import require_pillow
 from msrl.vision.settings import from_json, read_vision_settings
 from msrl.workflows.training.integrity import SHOWN_BYTES
 
@@ -83,6 +84,7 @@ def _check_images(manifest: DatasetManifest, plan: RunPlan, prefix: str) -> None
     if not manifest.vision:
         return
     try:
+        require_pillow()
         data, model = from_json(manifest.vision), read_vision_settings(plan.model.hf_dir)
     except (ValueError, MsrlError) as error:
         raise MsrlError(f"data prefix {prefix}: has images. {error}") from error
