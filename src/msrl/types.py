@@ -7,7 +7,7 @@ token ids int64, log-probabilities and rewards float32, masks bool.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple, TypedDict, TypeVar
 
@@ -33,12 +33,28 @@ class Image:
     """Image of a row as an encoded file, such as a JPEG.
 
     `key` is the SHA-256 of the file: equal images have equal keys. `grid` is the size to which it
-    is resized. Comparisons use both, and not the data.
+    is resized. Comparisons use both.
+
+    `source` is the file, or a function that reads it: images of datasets stay on disk until they
+    are needed. A pickled image has the file, because other machines may lack the dataset.
     """
 
     key: str
     grid: Grid
-    data: bytes = field(compare=False, repr=False)
+    source: bytes | Callable[[], bytes] = field(compare=False, repr=False)
+
+    @property
+    def data(self) -> bytes:
+        """The file. Raises MsrlError if the dataset has changed."""
+        return self.source if isinstance(self.source, bytes) else self.source()
+
+    def without_file(self) -> Image:
+        """Return the image without its file, which equals this one."""
+        return Image(self.key, self.grid, b"")
+
+    def __reduce__(self) -> tuple[type[Image], tuple[str, Grid, bytes]]:
+        """Pickle the file in place of the function that reads it."""
+        return Image, (self.key, self.grid, self.data)
 
 
 @dataclass(frozen=True, slots=True)

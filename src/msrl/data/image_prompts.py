@@ -35,7 +35,7 @@ def image_prompt(
     no_mask = np.zeros(len(token_ids), np.bool_)
     placed = place_images(RenderedExample(token_ids, no_mask), loaded.images, settings)
     images = tuple(
-        replace(item, image=replace(item.image, data=image_records[item.image.key].data))
+        replace(item, image=replace(item.image, source=image_records[item.image.key].data))
         for item in placed.images
     )
     return placed.token_ids, images

@@ -107,6 +107,7 @@ class IndexedReader:
                 f"{data}: {data.stat().st_size} bytes, but its index requires {needed}: the file "
                 "is truncated. Write it again."
             )
+        self._path = data
         self._data = np.zeros(0, np.uint8)
         if needed:
             self._data = np.memmap(data, np.uint8, mode="r", shape=(needed,))
@@ -116,9 +117,34 @@ class IndexedReader:
 
     def __getitem__(self, number: int) -> NDArray[Any]:
         """Return sequence `number`, read-only, in the element type of the file."""
-        start = int(self._offsets[range(len(self))[number]])
-        stop = start + int(self.lengths[number]) * self._dtype.itemsize
+        start, stop = self._bounds(number)
         return self._data[start:stop].view(self._dtype)
+
+    def read(self, number: int) -> bytes:
+        """Return the bytes of sequence `number` without mapping them.
+
+        Pages of mapped files count as memory of the process that has read them.
+
+        Raises:
+            MsrlError: the file has been removed or truncated.
+        """
+        start, stop = self._bounds(number)
+        try:
+            with self._path.open("rb") as file:
+                file.seek(start)
+                content = file.read(stop - start)
+        except OSError as error:
+            raise MsrlError(
+                f"{self._path}: cannot be read ({error.strerror or error}). Restore the file."
+            ) from error
+        if len(content) < stop - start:
+            raise MsrlError(f"{self._path}: was truncated since it was opened. Restore the file.")
+        return content
+
+    def _bounds(self, number: int) -> tuple[int, int]:
+        """Return the first byte of a sequence and the one after its last."""
+        start = int(self._offsets[range(len(self))[number]])
+        return start, start + int(self.lengths[number]) * self._dtype.itemsize
 
     @property
     def values(self) -> NDArray[Any]:

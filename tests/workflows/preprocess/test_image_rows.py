@@ -483,12 +483,17 @@ def test_links_keep_paths_and_refuse_changed_files(pictures: Path, model: Path):
     assert not (pictures / "x_images.bin").exists()
     ((example,),) = SftDataset(pictures / "x")
     assert [placed.image.data for placed in example.images] == [RED, BLUE]
-    (pictures / "red.png").write_bytes(BLUE)
-    with pytest.raises(MsrlError, match=mentions("red.png", "changed")):
-        SftDataset(pictures / "x")[0]
-    (pictures / "red.png").unlink()
-    with pytest.raises(MsrlError, match=mentions("red.png", "no such file")):
-        SftDataset(pictures / "x")[0]
+    dataset = SftDataset(pictures / "x")
+    ((example,),), images = dataset, dataset.images
+    assert images is not None
+    images.check_links()
+    for content, words in ((BLUE, "changed"), (None, "no such file")):
+        (pictures / "red.png").unlink()
+        if content is not None:
+            (pictures / "red.png").write_bytes(content)
+        for read in (lambda: example.images[0].image.data, images.check_links):
+            with pytest.raises(MsrlError, match=mentions("red.png", words)):
+                read()
     with pytest.raises(MsrlError, match=mentions("rows.jsonl:1", "image 1", "linked", "embed")):
         preprocess(pictures, model, [FORMS["ROLL"]], images="link")
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -152,27 +152,44 @@ class ImageReader:
         return len(self._ends)
 
     def image(self, number: int) -> Image:
-        """Return an image by its number.
+        """Return an image by its number, whose file is read when it is needed.
 
         Raises:
-            MsrlError: the files are damaged, or a linked file has changed.
+            MsrlError: the files are damaged.
         """
         if not 0 <= number < len(self._ends):
             raise MsrlError(
                 f"{self._path}: has {len(self._ends)} images, but a row names image {number}: "
                 "the file is damaged. Copy it or preprocess the data again."
             )
-        key, grid, path = self._line(number)
+        key, grid, path, _ = self._line(number)
         if self._encoded is not None:
-            return Image(key, grid, self._encoded[number].tobytes())
-        return Image(key, grid, _linked(path, key))
+            return Image(key, grid, partial(self._encoded.read, number))
+        return Image(key, grid, partial(_linked, path, key))
 
-    def _read_line(self, number: int) -> tuple[str, tuple[int, int, int], str]:
+    def check_links(self) -> None:
+        """Check that linked files are there and have their sizes, without reading them.
+
+        Raises:
+            MsrlError: the files are damaged, or a linked file is missing or has another size.
+        """
+        if self._encoded is not None:
+            return
+        for number in range(self.num_images):
+            _, _, path, num_bytes = self._read_line(number)
+            if not Path(path).is_file():
+                raise MsrlError(f"{path}: no such file, but {self._path} links it. Restore it.")
+            if Path(path).stat().st_size != num_bytes:
+                raise _changed(path)
+
+    def _read_line(self, number: int) -> tuple[str, tuple[int, int, int], str, int]:
+        """Return key, grid, path and size in bytes of an image."""
         start = int(self._ends[number - 1]) + 1 if number else 0
         try:
             values = json.loads(self._bytes[start : int(self._ends[number])].tobytes())
             frames, rows, columns = (int(value) for value in values["grid"])
-            return str(values["sha256"]), (frames, rows, columns), str(values.get("path"))
+            key, path, num_bytes = str(values["sha256"]), str(values.get("path")), values["bytes"]
+            return key, (frames, rows, columns), path, int(num_bytes)
         except MALFORMED as error:
             raise MsrlError(
                 f"{self._path}:{number + 1}: not an image of a dataset: {error}. Copy the file or "
@@ -187,8 +204,12 @@ def _linked(path: str, key: str) -> bytes:
     except ImageError as error:
         raise MsrlError(f"{path}: {error}") from error
     if hashlib.sha256(data).hexdigest() != key:
-        raise MsrlError(
-            f"{path}: has changed since the data was preprocessed. Restore the image, or "
-            "preprocess the data again."
-        )
+        raise _changed(path)
     return data
+
+
+def _changed(path: str) -> MsrlError:
+    return MsrlError(
+        f"{path}: has changed since the data was preprocessed. Restore the image, or preprocess "
+        "the data again."
+    )

@@ -68,7 +68,7 @@ class ImageInputs:
             return self._items[image][0]
         patches = self._patches(image)
         item, size = _as_item(image, patches), patches.nbytes
-        self._items[image] = item, size
+        self._items[image.without_file()] = item, size
         self._num_bytes += size
         while self._num_bytes > self._cache_bytes and len(self._items) > 1:
             self._num_bytes -= self._items.popitem(last=False)[1][1]

@@ -15,6 +15,7 @@ from msrl.cluster.waiting import WorkerError
 from msrl.platforms.base import Platform
 from msrl.types import Prompt, RolloutGroup, SamplingParams
 from msrl.workflows.training.restarts import Restarts
+from msrl.workflows.training.shared_images import SharedImages, without_files
 from msrl.workflows.training.transport.base import Calls
 from msrl.workflows.training.transport.ray_actors import RayWorkers
 
@@ -46,6 +47,7 @@ class EngineGroup:
     ) -> None:
         """Create the group of engines that are to be started."""
         self._workers, self._restarts, self._shares_devices = workers, restarts, shares_devices
+        self._images = SharedImages(workers)
         self._reload: Callable[[], None] | None = None
         self._lost = set[int]()
         self._needs_weights = False  # since engines were restarted
@@ -143,11 +145,14 @@ class EngineGroup:
             for engine, indices in enumerate(engine_shares(prompts, self._workers.size))
             if indices
         }
-        settings = (generation.sampling, generation.policy_version)
+        files = self._images.share(prompts)
+        sent = prompts if files is None else without_files(prompts)
+        further = () if files is None else (files,)
+        settings = (generation.sampling, generation.policy_version, *further)
         results = self._workers.call_each(
             "generate",
             {
-                engine: (tuple(prompts[i] for i in indices), *settings)
+                engine: (tuple(sent[i] for i in indices), *settings)
                 for engine, indices in shares.items()
             },
         )

@@ -21,6 +21,7 @@ from msrl.rollout.weights.digest import Digests, TensorDigest, record_digests
 from msrl.rollout.weights.verification import check_digests
 from msrl.types import Prompt, RolloutGroup, SamplingParams, without_images
 from msrl.workflows.rl.weight_offer import WeightOffer, offered_buckets, received_tensors
+from msrl.workflows.training.shared_images import Files, with_files
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -73,11 +74,18 @@ class RolloutActor:
         return EpisodeSampler(self._engine, self._environments, self._episodes)
 
     def generate(
-        self, prompts: Sequence[Prompt], sampling: SamplingParams, policy_version: int
+        self,
+        prompts: Sequence[Prompt],
+        sampling: SamplingParams,
+        policy_version: int,
+        files: Files | None = None,
     ) -> tuple[RolloutGroup, ...]:
-        """Return a group of completions per prompt, without the images that the caller has."""
+        """Return a group of completions per prompt, without the images that the caller has.
+
+        `files` are those of images, if the prompts do not have them.
+        """
         sampler = self._sampler() or self._engine
-        groups = sampler.generate(prompts, sampling, policy_version)
+        groups = sampler.generate(with_files(prompts, files), sampling, policy_version)
         return tuple(replace(group, prompt=without_images(group.prompt)) for group in groups)
 
     def offload(self, discard_weights: bool) -> None:

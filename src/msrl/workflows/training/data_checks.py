@@ -148,8 +148,8 @@ def verify_data(
 ) -> None:
     """Verify the checksums of a dataset, and that its token ids are in the model's vocabulary.
 
-    All data is read. Ranks that share the vocabulary would silently train on an id outside it as a
-    token without an embedding.
+    All data is read, except linked images, which must be there with their sizes. Ranks that share
+    the vocabulary would silently train on an id outside it as a token without an embedding.
 
     Raises:
         MsrlError: with file, row or document, position and token.
@@ -160,6 +160,9 @@ def verify_data(
     else:
         with progress(f"verifying checksums of {prefix}", total=num_bytes, unit="B") as bar:
             refuse_damaged(prefix, dataset.manifest, bar.advance)
+    images = None if isinstance(dataset, TextDataset) else dataset.images
+    if images is not None:
+        images.check_links()
     vocab_size, hf_dir = plan.shape.vocab_size, plan.model.hf_dir
     stray = dataset.stray_token(vocab_size)
     if stray is not None:

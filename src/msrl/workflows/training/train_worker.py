@@ -22,6 +22,7 @@ from msrl.trainer.launch import quiet_megatron, skip_wandb
 from msrl.trainer.objective.requests import RankValues, TokenRequest, UpdateRequest
 from msrl.trainer.settings import RankSettings, resumed_settings
 from msrl.types import MicroBatch
+from msrl.workflows.training.shared_images import Files, with_files
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -125,19 +126,30 @@ class TrainWorker:
 
     # Requests
 
-    def forward(self, micro_batches: Sequence[MicroBatch], request: TokenRequest) -> RankValues:
-        """Return values of every label from one pass of a model."""
+    def forward(
+        self,
+        micro_batches: Sequence[MicroBatch],
+        request: TokenRequest,
+        files: Files | None = None,
+    ) -> RankValues:
+        """Return values of every label from one pass of a model.
+
+        `files` are those of images, if the micro-batches do not have them.
+        """
         with self._training_rank.model(request.model) as model:
-            return model.forward(micro_batches, request)
+            return model.forward(with_files(micro_batches, files), request)
 
     def update(
-        self, micro_batches: Sequence[MicroBatch], request: UpdateRequest
+        self,
+        micro_batches: Sequence[MicroBatch],
+        request: UpdateRequest,
+        files: Files | None = None,
     ) -> dict[str, float]:
         """Update a model once; return the mean metrics. Pending saves are completed if it fails."""
         from msrl.trainer.guard import GradientError
 
         try:
-            return self._training_rank.update(micro_batches, request)
+            return self._training_rank.update(with_files(micro_batches, files), request)
         except GradientError:
             self._saver.end()
             raise

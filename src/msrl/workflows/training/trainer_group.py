@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ from msrl.trainer.objective.batches import (
 )
 from msrl.trainer.objective.requests import RankValues, TokenRequest, TokenValue, UpdateRequest
 from msrl.types import Floats, Ints, MicroBatch, Routes, StageRoutes
+from msrl.workflows.training.shared_images import SharedImages, without_files
 from msrl.workflows.training.train_worker import SavePlan, WorkerPosition
 from msrl.workflows.training.transport.base import Calls, Workers
 
@@ -39,7 +40,7 @@ class TrainerGroup:
     """
 
     def __init__(self, workers: Workers) -> None:
-        self._workers = workers
+        self._workers, self._images = workers, SharedImages(workers)
 
     @property
     def workers(self) -> Workers:
@@ -187,11 +188,16 @@ class TrainerGroup:
 
     def _arguments(
         self, batches: Sequence[_RankBatches], request: object
-    ) -> dict[int, tuple[Any, object]]:
-        """Return the arguments of each rank: its micro-batches and the request."""
-        shared = [self._workers.share(own.micro_batches) for own in batches]
+    ) -> dict[int, tuple[Any, ...]]:
+        """Return the arguments of each rank: its micro-batches, the request, files of images."""
+        contents = [own.micro_batches for own in batches]
+        files = self._images.share(chain.from_iterable(contents))
+        if files is not None:
+            contents = [without_files(own) for own in contents]
+        shared = [self._workers.share(own) for own in contents]
+        further = () if files is None else (files,)
         return {
-            rank: (shared[position.dp_rank], request)
+            rank: (shared[position.dp_rank], request, *further)
             for rank, position in enumerate(self._positions)
         }
 

@@ -72,7 +72,7 @@ class ImageLoader:
         def compute() -> Features:
             return tuple(x.cpu() for x in self._compute(tower, [image], dtype))
 
-        return cache.get((image, self.processor(), dtype), compute)
+        return cache.get((image.without_file(), self.processor(), dtype), compute)
 
 
 def is_equal(tower: nn.Module, other: nn.Module) -> bool:

@@ -46,4 +46,6 @@ class Pixels:
         return torch.from_numpy(np.concatenate(arrays)).to(self._device)
 
     def _pixels(self, image: Image) -> NDArray[np.uint8]:
-        return self._resized.get(image, lambda: decode_image(image.data, self.settings, image.grid))
+        return self._resized.get(
+            image.without_file(), lambda: decode_image(image.data, self.settings, image.grid)
+        )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,8 +18,11 @@ class Calls:
 class Workers(ABC):
     """Workers of one role, numbered from 0. Each is a process with one object.
 
-    A worker runs its calls one after the other, in the order in which they were made.
+    A worker runs its calls one after the other, in the order in which they were made. With
+    `keeps_shared`, shared values stay where workers read them as long as their handles exist.
     """
+
+    keeps_shared: ClassVar[bool] = False
 
     def __init__(self, size: int) -> None:
         self.size = size

@@ -27,6 +27,8 @@ NAMES = {
 class RayWorkers(Workers):
     """Actors of one role. The session ends them."""
 
+    keeps_shared = True
+
     def __init__(
         self,
         session: Session,
