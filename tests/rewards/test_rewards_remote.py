@@ -25,7 +25,7 @@ from msrl.rewards.remote import Item, Remote, address_refusal
 from msrl.rewards.score import Scorer, Source
 from msrl.rewards.sources import mistakes
 from msrl.rewards.verifiers import code
-from msrl.types import Completion, Prompt, RolloutGroup
+from msrl.types import Completion, Image, PlacedImage, Prompt, RolloutGroup
 from reward_groups import group, totals
 from support import assert_each_mentions, assert_mentions, mentions, wait_until
 
@@ -351,6 +351,23 @@ def test_a_query_has_the_token_that_ended_the_response():
         scorer.score([RolloutGroup(prompt, completions)])
     assert payloads[0]["queries"] == ["Q: 4<|im_end|>", "Q: 4"]
     assert payloads[0]["responses"] == ["4", "4"]
+
+
+def test_a_prompt_has_one_token_for_each_image_on_a_server():
+    grid = (1, 4, 4)  # 4 tokens
+    images = tuple(PlacedImage(start, Image("a", grid, b"")) for start in (1, 6))
+    prompt = Prompt(0, np.array([5, 6, 6, 6, 6, 5, 6, 6, 6, 6]), images=images)
+    rollouts = [RolloutGroup(prompt, group("x").completions)]
+
+    def decode(token_ids):
+        return " ".join(map(str, token_ids))
+
+    with (
+        serve(lengths) as (url, payloads),
+        Scorer([Source(url=url)], 1, prompt_text=decode) as scorer,
+    ):
+        scorer.score(rollouts)
+    assert payloads[0]["prompts"] == ["5 6 5 6"]
 
 
 def test_a_prompt_can_come_from_a_column_and_a_token_goes_along(monkeypatch):

@@ -40,6 +40,7 @@ from msrl.rewards.rows import RowSources, row_columns
 from msrl.rewards.shaping import with_environment, with_neutral_totals
 from msrl.rewards.sources import Source, check_sources
 from msrl.types import Completion, Ints, Prompt, Reward, RolloutGroup, ScoredGroup
+from msrl.vision.shown import shown_ids
 
 __all__ = ["Scorer", "Scores", "Source", "check_functions"]
 _CallKey = tuple[int, int, int]  # group, completion, source
@@ -114,7 +115,8 @@ class Scorer:
     Args:
         sources: Entries of `reward.sources`.
         num_workers: Number of processes for verifiers and functions.
-        prompt_text: Function that decodes tokens, with special ones, for servers and models.
+        prompt_text: Function that decodes tokens, with special ones, for servers and models. An
+            image is one token.
         read_config: Function that returns the config.json of a reward model's folder.
         environment_weight: Weight of the rewards of an environment, which makes sources optional;
             None if a response is one turn.
@@ -257,12 +259,13 @@ class Scorer:
         return calls
 
     def _items(self, groups: Sequence[RolloutGroup], keys: Iterable[_CallKey]) -> list[Item]:
-        prompt_texts = [self._prompt_text(group.prompt.token_ids) for group in groups]
+        prompt_ids = [shown_ids(group.prompt) for group in groups]
+        prompt_texts = [self._prompt_text(token_ids) for token_ids in prompt_ids]
         items: list[Item] = []
         for g, c, _ in keys:
             prompt, completion = groups[g].prompt, groups[g].completions[c]
             columns = row_columns(prompt, completion)
-            decoded = self._decode(prompt.token_ids, prompt_texts[g], completion)
+            decoded = self._decode(prompt_ids[g], prompt_texts[g], completion)
             items.append(Item(prompt_texts[g], completion.text, prompt.answer, columns, decoded))
         return items
 

@@ -26,10 +26,10 @@ from msrl.tracking.rollouts import (
     LoggedValues,
     RecordedImage,
     RolloutRecord,
-    num_image_tokens,
     write_records,
 )
-from msrl.types import Completion, Episode, Ints, Prompt, ScoredGroup
+from msrl.types import Completion, Episode, Ints, ScoredGroup
+from msrl.vision.shown import shown_ids
 from msrl.workflows.thumbnails import write_thumbnails
 
 Verdicts = Sequence[Sequence[bool] | None]
@@ -220,7 +220,7 @@ class RolloutLog:
         """
         completions: list[LoggedCompletion] = []
         for number, (group, verdict) in enumerate(zip(groups, verdicts, strict=True)):
-            token_ids = _shown_ids(group.rollout.prompt)
+            token_ids = shown_ids(group.rollout.prompt).tolist()
             text = self._tokenizer.backend.decode(token_ids, skip_special_tokens=False)
             for sample, completion in enumerate(group.rollout.completions):
                 common = {
@@ -263,16 +263,6 @@ class RolloutLog:
                 for placed in prompt.images
             ],
         }
-
-
-def _shown_ids(prompt: Prompt) -> list[int]:
-    """Return the tokens of a prompt with one token for each image."""
-    token_ids = prompt.token_ids
-    is_shown = np.ones(len(token_ids), np.bool_)
-    for placed in prompt.images:
-        count = num_image_tokens(token_ids, placed.offset)
-        is_shown[placed.offset + 1 : placed.offset + count] = False
-    return token_ids[is_shown].tolist()
 
 
 @contextmanager

@@ -129,6 +129,7 @@ def test_a_killed_run_with_a_trained_tower_equals_the_uninterrupted_one(inputs: 
     [
         ({"environment": {"name": "single_turn"}}, "environment"),
         ({"algo": {"advantage": {"estimator": "gae"}}}, "algo.advantage.estimator"),
+        ({"reward": {"sources": [{"model": "scores"}]}}, "reward.sources"),
     ],
 )
 def test_parts_of_a_run_that_read_no_images_are_refused(

@@ -139,14 +139,18 @@ def refuse_images(plan: RunPlan) -> None:
     if not plan.has_images:
         return
     config = plan.config
-    readers = {"environment": (config.environment.is_on, "environments read no images")}
+    has_model = any(source.model is not None for source in config.reward.sources)
+    readers = {
+        "environment": (config.environment.is_on, "environments read no images"),
+        "reward.sources": (has_model, "reward models read no images"),
+    }
     if plan.command != "eval":
         readers |= _training_readers(config)
     for key, (is_on, reason) in readers.items():
         if is_on:
             raise MsrlError(
-                f"{key}: the data has images, and {reason} in this version. Remove the key or the "
-                "images."
+                f"{key}: the data has images, and {reason} in this version. Remove this part of "
+                "the run, or the images."
             )
 
 
