@@ -81,9 +81,12 @@ def _settings(inputs: Path, **sections: Any) -> dict[str, Any]:
 def test_engine_and_ranks_agree_on_pictures_before_and_after_an_update(inputs: Path) -> None:
     """A trained tower reaches the engine: else the second step would have a gap."""
     name = {"name": "picture-run", "dir": str(inputs / "runs"), "seed": 5}
-    run = run_training(inputs, _settings(inputs, run=name))
+    data = {"train": str(inputs / "data"), "eval": str(inputs / "data")}
+    run = run_training(inputs, _settings(inputs, run=name, data=data, eval={"every_steps": 2}))
     first, second = metrics(run)
     assert first["rollout/logprob_gap"] < 1e-5 and second["rollout/logprob_gap"] < 1e-5
+    rows = [json.loads(line) for line in (run / "eval/step_000002.jsonl").open()]
+    assert [len(row.get("images", ())) for row in rows] == [0, 1] * 4
 
 
 def _killable(inputs: Path, name: str) -> dict[str, Any]:
