@@ -105,7 +105,7 @@ def _engine(module: ModuleType, own: Sequence[Family], shapes: Sequence[Shape]) 
         ),
         (
             name == "minimax_m2",
-            "no: vLLM's CPU backend scores by sigmoid only among groups of experts",
+            "no: on CPU, vLLM lacks sigmoid routers without groups",
         ),
         (
             any(shape.mla for shape in shapes),
