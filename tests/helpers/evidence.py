@@ -167,6 +167,18 @@ def weights() -> Evidence:
     return with_digest(NAMES[2], "float32 [2] other")
 
 
+def image() -> Evidence:
+    """Return evidence of a vision tower whose features are others, but not its patches."""
+    values = np.random.default_rng(0).normal(size=(6, 4)).astype(np.float32)
+    expected = {"pixels": values, "features": values}
+    evidence = healthy()
+    return replace(
+        evidence,
+        trainer=replace(evidence.trainer, image={**expected, "features": values + 1}),
+        reference=replace(evidence.reference, image=expected),
+    )
+
+
 CAUSES: dict[str, Callable[[], Evidence]] = {
     "weights": weights,
     "tokenizer": tokenizer,
@@ -175,6 +187,7 @@ CAUSES: dict[str, Callable[[], Evidence]] = {
     "attention": attention,
     "packing": packing,
     "router": router,
+    "image": image,
     "layer": layer,
     "batch": batch,
     "prefix-cache": prefix_cache,

@@ -28,6 +28,8 @@ class Component:
         activations: Output of each layer, [T, H], in order.
         experts: Experts that each token was routed to, sorted, [T, k], by layer.
         cache_dtype: dtype of the engine's KV cache, if it is not `dtype`.
+        image: Stages of an image before the decoder layers, in order: normalized patches, blocks of
+            the vision tower, features, and positions of the tokens. Empty without a tower.
     """
 
     dtype: str
@@ -37,6 +39,7 @@ class Component:
     activations: Mapping[str, Floats] = field(default_factory=dict[str, Floats])
     experts: Mapping[int, Ints] = field(default_factory=dict[int, Ints])
     cache_dtype: str | None = None
+    image: Mapping[str, Floats] = field(default_factory=dict[str, Floats])
 
 
 @dataclass(frozen=True, slots=True)

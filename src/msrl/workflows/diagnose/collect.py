@@ -26,6 +26,7 @@ from msrl.trainer.objective.requests import TokenRequest
 from msrl.types import Floats, Ints, Prompt, SamplingParams
 from msrl.workflows.diagnose import reference
 from msrl.workflows.diagnose.encodings import folder_encodings, rendered_encodings
+from msrl.workflows.diagnose.images import ImageProbe, image_probe
 from msrl.workflows.diagnose.target import Target
 from msrl.workflows.diagnose.worker import DiagnoseWorker, RankRecording
 from msrl.workflows.engine import engine_settings, started_engine
@@ -128,18 +129,20 @@ def compare(target: Target, trainers: TrainerGroup, engine: VllmEngine) -> Evide
     with progress("sampling", total=len(target.prompts), unit="sequences") as bar:
         cache = _cache_probe(engine, probes) if has_cache else None
         samples = _sample(target, engine, bar.advance)
+    probe = image_probe(target.plan.shape, target.reference_dir)
     expected = reference.score(
         target.source,
         target.plan.dtype,
         [*samples.token_ids],
         samples.longest,
         target.sampling,
+        probe,
     )
     logprobs = _logprobs(target, trainers, engine, samples, expected)
     with progress("recording the layers of engine and ranks", total=2, unit="passes") as bar:
         engine_component = _engine_component(target, engine, samples, _worst(sent, received))
         bar.advance()
-        trainer_component = _trainer_component(target, trainers, samples, sent)
+        trainer_component = _trainer_component(target, trainers, samples, sent, probe)
         bar.advance()
     with progress("comparing with files and record", total=2, unit="comparisons") as bar:
         reference_component = Component(
@@ -150,6 +153,7 @@ def compare(target: Target, trainers: TrainerGroup, engine: VllmEngine) -> Evide
                 target.reference_dir, with_template=target.has_folder_template
             ),
             activations=expected.activations,
+            image=expected.image,
         )
         bar.advance()
         recorded = _score_record(target, trainers)
@@ -357,7 +361,11 @@ def _chosen_experts(
 
 
 def _trainer_component(
-    target: Target, trainers: TrainerGroup, samples: SampledTokens, digests: Digests
+    target: Target,
+    trainers: TrainerGroup,
+    samples: SampledTokens,
+    digests: Digests,
+    probe: ImageProbe | None,
 ) -> Component:
     dtype, shape = trainers.workers.call("describe_model")[0]
     sequences = samples.sequences()
@@ -382,7 +390,14 @@ def _trainer_component(
         ),
         activations=layers,
         experts={int(name.split()[-1]): _columns(rows) for name, rows in routed.items()},
+        image={} if probe is None else trainer_image(trainers, probe),
     )
+
+
+def trainer_image(trainers: TrainerGroup, probe: ImageProbe) -> dict[str, Floats]:
+    """Return the stages of an image on the first rank that has the vision tower."""
+    ranks: list[dict[str, Floats]] = trainers.workers.call("record_image", probe)
+    return next((stages for stages in ranks if stages), {})
 
 
 def _join_recordings(

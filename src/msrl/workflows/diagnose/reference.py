@@ -6,7 +6,7 @@ T tokens of a sequence, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -19,6 +19,7 @@ from msrl.models.hf_config import HfConfig
 from msrl.models.shape import Shape
 from msrl.tracking.progress import progress
 from msrl.types import Floats, Ints, SamplingParams
+from msrl.workflows.diagnose.images import ImageProbe, reference_stages
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -43,13 +44,17 @@ _NOT_COMPARED = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class ReferenceScores:
-    """Log-probabilities of every token but the first of each sequence, [T - 1] each."""
+    """Log-probabilities of every token but the first of each sequence, [T - 1] each.
+
+    `image` has the stages of an image before the decoder layers.
+    """
 
     raw: tuple[Floats, ...]
     tempered: tuple[Floats, ...]
     filtered: tuple[Floats, ...]
     activations: Mapping[str, Floats]
     settings: Mapping[str, Any]
+    image: Mapping[str, Floats] = field(default_factory=dict[str, Floats])
 
 
 def score(
@@ -58,10 +63,12 @@ def score(
     sequences: Sequence[Ints],
     recorded: int,
     sampling: SamplingParams,
+    probe: ImageProbe | None = None,
 ) -> ReferenceScores:
     """Score sequences with transformers, whose weights are rounded to `dtype`.
 
-    The layers of sequence `recorded` are recorded, if the model fits into memory.
+    The layers of sequence `recorded` and the stages of the image of `probe` are recorded, if the
+    model fits into memory.
     """
     import torch
 
@@ -94,10 +101,11 @@ def score(
         for number, layer in decoder_layers(model, source.shape.num_layers):
             recorder.watch(layer_name(number), layer, layer_output)
         layerwise.outputs(model, torch.tensor([tokens[recorded]]), source.shape)
+        image = {} if probe is None else reference_stages(model, probe, source.hf_dir)
         bar.advance()
     activations = by_layer(recorder.end(), len(tokens[recorded]))
     settings = config_settings(model.config.to_dict(), source.shape)
-    return _scores(logits, sequences, sampling, activations, settings)
+    return replace(_scores(logits, sequences, sampling, activations, settings), image=image)
 
 
 def _scores(

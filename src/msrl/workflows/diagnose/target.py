@@ -14,6 +14,7 @@ from msrl.config.schema import Config
 from msrl.data.files.location import names_rows
 from msrl.data.render import Renderer
 from msrl.errors import MsrlError
+from msrl.limits import print_note
 from msrl.models.paths import is_adapter_folder
 from msrl.plan.run_plan import RunPlan, resolve
 from msrl.trainer.checkpointing.resume import SavedTraining, saved_steps
@@ -199,21 +200,33 @@ def _samples(plan: RunPlan, files: Mapping[int, Path], step: int) -> list[ViewSa
     number = step + 1 if step + 1 in files else max(files, default=None)
     if number is None:
         return []
-    return read_samples(files[number], plan.rollout.samples_per_prompt)
+    samples = read_samples(files[number], plan.rollout.samples_per_prompt)
+    if any(sample.images for sample in samples):
+        print_note(
+            "the record does not contain the images of prompts: sequences without images are "
+            "sampled and scored, and the stages of one image are compared"
+        )
+    return samples
 
 
 def _sampled_by(samples: Sequence[ViewSample], version: int) -> tuple[ViewSample, ...]:
     chosen = [
         sample
         for sample in samples
-        if "behavior" in sample.values and {number for number, _ in sample.versions} == {version}
+        if "behavior" in sample.values
+        and not sample.images
+        and {number for number, _ in sample.versions} == {version}
     ]
     return tuple(chosen[:_MAX_PROMPTS])
 
 
 def _recorded_prompts(samples: Sequence[ViewSample]) -> tuple[Prompt, ...]:
-    """Return the prompts of different groups."""
-    groups = {sample.group: sample for sample in reversed(samples) if sample.is_sampled.any()}
+    """Return the prompts of different groups. Prompts with images are left out: see `_samples`."""
+    groups = {
+        sample.group: sample
+        for sample in reversed(samples)
+        if sample.is_sampled.any() and not sample.images
+    }
     chosen = [groups[number] for number in sorted(groups)][:_MAX_PROMPTS]
     return tuple(
         Prompt(number, sample.token_ids[: int(np.argmax(sample.is_sampled))])

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from msrl.diagnose.recorder import Recorder, layer_name, layer_output
 from msrl.models.shape import Shape
 from msrl.types import Floats
+from msrl.workflows.diagnose.images import ImageProbe, rank_stages
 from msrl.workflows.training.train_worker import TrainWorker
 
 if TYPE_CHECKING:
@@ -56,6 +57,12 @@ class DiagnoseWorker(TrainWorker):
             for number, layer in zip(numbers, layers, strict=True):
                 if number is not None:
                     self._watch(number, layer)
+
+    def record_image(self, probe: ImageProbe) -> dict[str, Floats]:
+        """Return the stages of an image before the decoder layers; none without the tower."""
+        policy = self._training_rank.policy
+        tower, loader = policy.tower, policy.image_loader
+        return {} if tower is None or loader is None else rank_stages(tower, loader, probe)
 
     def _watch(self, number: int, layer: Any) -> None:
         name = layer_name(number)
