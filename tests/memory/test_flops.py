@@ -177,5 +177,6 @@ def test_flops_of_a_tower_match_a_hand_calculation():
         return tower_flops(vision, [(1, 4, 6)], TrainedParts(tower, projector))
 
     assert flops(False, False) == embedding + blocks + projector
-    assert flops(False, True) == embedding + blocks + 2 * projector
+    assert flops(False, True) == embedding + blocks + 3 * projector
+    assert flops(True, False) == 2 * embedding + 3 * blocks + 2 * projector
     assert flops(True, True) == 2 * embedding + 3 * (blocks + projector)

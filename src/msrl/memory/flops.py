@@ -40,7 +40,8 @@ def tower_flops(vision: Vision, grids: Sequence[Grid], trained: TrainedParts) ->
     """Return the operations of a vision tower over images of these grids.
 
     Without training there is only a forward pass. A trained tower has the gradients of inputs and
-    weights, the patches excluded; a trained projector of a frozen tower only those of weights.
+    weights, the patches excluded, a trained projector also those of its inputs, which its norm
+    needs.
     """
     patches = sum(rows * columns for _, rows, columns in grids)
     features = patches // vision.merge_size**2
@@ -52,7 +53,10 @@ def tower_flops(vision: Vision, grids: Sequence[Grid], trained: TrainedParts) ->
     blocks = 2 * patches * vision.depth * block + 4 * pairs * hidden
     merger = vision.merged_size * (vision.merged_size + vision.out_hidden_size)
     projector = 2 * features * merger * (1 + len(vision.deepstack))
-    projector *= 1 + trained.tower + trained.projector
+    if trained.projector:
+        projector *= 3
+    elif trained.tower:
+        projector *= 2
     if not trained.tower:
         return embedding + blocks + projector
     return 2 * embedding + 3 * blocks + projector

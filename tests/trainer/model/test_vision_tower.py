@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import itertools
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,10 +13,17 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from torch.utils.flop_counter import (
+    FlopCounterMode,
+    sdpa_backward_flop_count,
+    sdpa_flop_count,
+)
 
 import families
 import image_models
 from families import FAMILIES
+from msrl.memory.flops import tower_flops
+from msrl.models.vision.tower import TrainedParts
 from msrl.trainer.model.vision.pixels import Pixels
 from msrl.trainer.model.vision.tower import VisionTower
 from msrl.vision.pixels import decode_image, patches_of
@@ -71,6 +79,38 @@ def test_features_and_gradients_equal_those_of_transformers(name: str, recompute
     gradients = {key: each.grad for key, each in theirs.named_parameters()}
     for key, parameter in ours.named_parameters():
         assert relative(parameter.grad, gradients[key]) < 1e-5, key
+
+
+def _attention(*shapes: Any, **_: Any) -> int:
+    return sdpa_flop_count(*shapes[:3])
+
+
+def _attention_backward(*shapes: Any, **_: Any) -> int:
+    return sdpa_backward_flop_count(*shapes[:4])
+
+
+_CPU_ATTENTION = {  # which FlopCounterMode does not know
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_the_operations_of_a_tower_are_those_that_torch_counts(name: str) -> None:
+    values = config(name)
+    vision = families.shape(values).vision
+    tower = VisionTower(vision, torch.float32)
+    tower.load_state_dict(reference(values).state_dict())
+    patches = torch.randn(sum(rows * columns for _, rows, columns in GRIDS), vision.patch_elements)
+    for trained in itertools.starmap(TrainedParts, itertools.product((False, True), repeat=2)):
+        for key, parameter in tower.named_parameters():
+            parameter.requires_grad_(trained.projector if "merger" in key else trained.tower)
+        with FlopCounterMode(display=False, custom_mapping=_CPU_ATTENTION) as counter:
+            features = tower(patches, GRIDS)
+            if trained.tower or trained.projector:
+                sum(each.sum() for each in features).backward()
+        counted = tower_flops(vision, GRIDS, trained)
+        assert counter.get_total_flops() == pytest.approx(counted, rel=0.05), trained
 
 
 @pytest.mark.parametrize("name", CHANGES)
