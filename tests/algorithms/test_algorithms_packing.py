@@ -129,6 +129,16 @@ def test_bins_hold_everything_once_within_capacity_and_near_the_optimum():
     assert packed == bins(lengths, 1024)
 
 
+def test_bins_count_the_patches_of_different_images() -> None:
+    small, large = Image("small", (1, 2, 2), b""), Image("large", (1, 4, 4), b"")
+    shown = [{small}, {large}, {small}, set[Image]()]
+    images = [frozenset(each) for each in shown]
+    assert bins([4] * 4, 16, images, 16) == ((0, 2, 3), (1,))
+    assert bins([4] * 4, 16, images, 20) == bins([4] * 4, 16, images) == ((0, 1, 2, 3),)
+    with pytest.raises(MsrlError, match=mentions("max_patches_per_micro_batch=15", "16 patches")):
+        bins([4] * 4, 16, images, 15)
+
+
 def test_a_sequence_longer_than_the_capacity_is_refused():
     with pytest.raises(MsrlError, match=mentions("11", "10", "micro-batch")):
         bins([3, 11], 10)

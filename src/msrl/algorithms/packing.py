@@ -12,8 +12,9 @@ the model, k experts per token.
 from __future__ import annotations
 
 import itertools
+import math
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -25,6 +26,7 @@ from msrl.errors import MsrlError
 from msrl.types import (
     Bools,
     Floats,
+    Image,
     Ints,
     MicroBatch,
     Number,
@@ -44,10 +46,16 @@ class Sequences(NamedTuple):
     images: tuple[tuple[PlacedImage, ...], ...] | None = None  # S; None: no images
 
 
-def bins(lengths: Sequence[int], capacity: int) -> tuple[tuple[int, ...], ...]:
+def bins(
+    lengths: Sequence[int],
+    capacity: int,
+    images: Sequence[frozenset[Image]] | None = None,  # of each sequence
+    max_patches: int | None = None,
+) -> tuple[tuple[int, ...], ...]:
     """Return indices of `lengths` in bins of at most `capacity` tokens.
 
-    First-fit decreasing needs at most 11/9 of the optimum + 1 bins.
+    With `images`, a bin has at most `max_patches` patches of different images. First-fit decreasing
+    needs at most 11/9 of the optimum + 1 bins if there are none.
 
     The result is deterministic: equal lengths keep their original order, every bin lists its items
     in that order, and bins are sorted by their first item.
@@ -57,6 +65,7 @@ def bins(lengths: Sequence[int], capacity: int) -> tuple[tuple[int, ...], ...]:
     """
     contents: list[list[int]] = []
     room: list[int] = []
+    shown: list[frozenset[Image]] = []  # images of each bin
     for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
         length = lengths[index]
         if length > capacity:
@@ -64,14 +73,42 @@ def bins(lengths: Sequence[int], capacity: int) -> tuple[tuple[int, ...], ...]:
                 f"a sequence of {length} tokens does not fit into a micro-batch of {capacity}: "
                 "raise train.max_tokens_per_micro_batch or shorten the sequences"
             )
-        fitting = next((b for b, free in enumerate(room) if free >= length), None)
+        own = frozenset[Image]() if images is None else images[index]
+        _check_patches(own, max_patches)
+        fitting = next(
+            (
+                b
+                for b, free in enumerate(room)
+                if free >= length and (not own or _fits(shown[b] | own, max_patches))
+            ),
+            None,
+        )
         if fitting is None:
             contents.append([index])
             room.append(capacity - length)
+            shown.append(own)
         else:
             contents[fitting].append(index)
             room[fitting] -= length
+            shown[fitting] |= own
     return tuple(sorted(tuple(sorted(items)) for items in contents))
+
+
+def num_patches(images: Collection[Image]) -> int:
+    """Return the number of patches of images."""
+    return sum(math.prod(image.grid) for image in images)
+
+
+def _fits(images: Collection[Image], max_patches: int | None) -> bool:
+    return max_patches is None or num_patches(images) <= max_patches
+
+
+def _check_patches(images: Collection[Image], max_patches: int | None) -> None:
+    if not _fits(images, max_patches):
+        raise MsrlError(
+            f"train.max_patches_per_micro_batch={max_patches}: a sequence has images of "
+            f"{num_patches(images)} patches. Raise it."
+        )
 
 
 def balanced(lengths: Sequence[int], num_shares: int) -> tuple[tuple[int, ...], ...]:

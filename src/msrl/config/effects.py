@@ -231,6 +231,9 @@ NEEDS: dict[str, tuple[Needs | NeedsPlugin, ...]] = {
     "rollout.weights.adapters_only": (_ADAPTERS,),
     **{f"train.lora.{name}": (_ADAPTERS,) for name in ("alpha", "targets", "dropout", "load")},
     "train.forward_micro_batch": (_ONE_LIMIT, _REFERENCE),
+    "train.max_patches_per_micro_batch": (
+        Needs(("train.max_tokens_per_micro_batch",), why="because a pass has a number of rows"),
+    ),
     "train.micro_batch": (_ONE_LIMIT,),
     "train.offload.grads": (_ENGINES_SHARE,),
     "train.offload.params": (_ENGINES_SHARE,),

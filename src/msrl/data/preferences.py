@@ -7,7 +7,7 @@ keeps its prompt.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from pathlib import Path
@@ -111,6 +111,10 @@ class PreferenceDataset:
         value, weight = self.values(number)
         return RenderedPreference(tuple(self._examples(number)), value, weight)
 
+    def patches(self, number: int) -> Mapping[str, int]:
+        """Return the number of patches of each different image of a row, by its key."""
+        return {} if self.images is None else self.images.patches(number * len(self._sides))
+
     def values(self, number: int) -> tuple[float, float]:
         """Return the margin or label of a row, and its weight."""
         if self._values is None:
@@ -162,10 +166,18 @@ class PreferenceMixture:
         return self._ends[-1]
 
     def __getitem__(self, number: int) -> RenderedPreference:
+        dataset, row = self._locate(number)
+        return dataset[row]
+
+    def patches(self, number: int) -> Mapping[str, int]:
+        """Return the number of patches of each different image of a row, by its key."""
+        dataset, row = self._locate(number)
+        return dataset.patches(row)
+
+    def _locate(self, number: int) -> tuple[PreferenceDataset, int]:
         index = range(len(self))[number]
         dataset = bisect_right(self._ends, index)
-        start = self._ends[dataset - 1] if dataset else 0
-        return self._datasets[dataset][index - start]
+        return self._datasets[dataset], index - (self._ends[dataset - 1] if dataset else 0)
 
 
 def _mixed_runs_message(name: str) -> str:

@@ -263,8 +263,9 @@ def _tower(plan: RunPlan, shape: Shape, stage: int, batch: Pass) -> TowerBytes:
     if stage or shape.vision is None:
         return TowerBytes()
     recomputes = plan.train.recompute.granularity == "full"
-    trained = plan.train.vision.trained
-    return tower_bytes(shape, batch, spread_sizes(plan, shape), trained, recomputes=recomputes)
+    trained, most = plan.train.vision.trained, plan.train.max_patches_per_micro_batch
+    spread = spread_sizes(plan, shape)
+    return tower_bytes(shape, batch, spread, trained, recomputes=recomputes, max_patches=most)
 
 
 def _stage_memory(

@@ -37,19 +37,24 @@ def tower_bytes(
     trained: TrainedParts,
     *,
     recomputes: bool,
+    max_patches: int | None = None,
 ) -> TowerBytes:
     """Return the bytes of a micro-batch whose tokens are all of different images.
+
+    Their patches are at most `max_patches`.
 
     Every rank of the first stage computes all images, also with context parallelism.
     """
     vision = shape.vision
     assert vision is not None
-    features = batch.num_tokens
-    patches = features * vision.merge_size**2
+    patches = batch.num_tokens * vision.merge_size**2
+    if max_patches is not None:
+        patches = min(patches, max_patches)
+    features = patches // vision.merge_size**2
     element, hidden = batch.element_bytes, vision.hidden_size
     pixels = patches * vision.patch_elements * _FP32_BYTES
     # Embeddings that the features replace, then the features themselves
-    rows = features // spread.cp // (spread.tp if spread.sp else 1)
+    rows = batch.num_tokens // spread.cp // (spread.tp if spread.sp else 1)
     merged = rows * shape.hidden_size * element
     outputs = features * shape.hidden_size * element * (1 + len(vision.deepstack))
     block = _block_bytes(vision, patches, batch)

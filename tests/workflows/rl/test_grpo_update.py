@@ -23,7 +23,7 @@ from msrl.cli.configuration import load_configuration as load
 from msrl.errors import MsrlError
 from msrl.trainer.objective.batches import BatchLimits
 from msrl.trainer.objective.requests import RankValues, TokenRequest, UpdateRequest
-from msrl.types import Floats, MicroBatch, Prompt, ScoredGroup
+from msrl.types import Floats, Image, MicroBatch, PlacedImage, Prompt, ScoredGroup
 from msrl.workflows.rl.model_groups import ModelGroups, SeparateGroup
 from msrl.workflows.rl.setup import difficulty, prepare
 from msrl.workflows.rl.step import Clock
@@ -324,6 +324,23 @@ def test_sequences_without_loss_fill_the_ranks_of_an_update():
     assert [len(batch.cu_seqlens) - 1 for batch in batches] == [2, 2, 2]
     assert sum(int(batch.loss_mask.sum()) for batch in batches) == 6
     assert workers.divisors == [6.0] * 3
+
+
+def test_micro_batches_have_at_most_the_patches_of_the_limit():
+    """Two samples of a prompt share its image, and three images of 16 patches exceed 32."""
+    workers, saves = DataParallelRanks(), cast("Any", None)
+    trainers = TrainerGroup(workers)
+    trainers.start(None, saves)
+    ids = tuple(np.arange(4) for _ in range(18))
+    shown = [Image(str(number // 2), (1, 4, 4), b"") for number in range(18)]
+    placed = tuple((PlacedImage(0, image),) for image in shown)
+    sequences = Sequences(ids, tuple(np.ones(4, bool) for _ in ids), {}, None, placed)
+    limits = BatchLimits(1, max_tokens=1000, max_patches=32)
+    trainers.update(UpdateRequest(cast("Any", None), 0.1), sequences, limits)
+    for batches in workers.batches:
+        images = [{placed.image for placed in batch.images} for batch in batches]
+        assert all(0 < len(each) <= 2 for each in images)
+        assert sum(len(batch.images) for batch in batches) == 6
 
 
 def test_a_reference_on_separate_devices_computes_while_the_policy_does(folder: Path):

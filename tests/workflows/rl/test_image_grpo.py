@@ -34,7 +34,10 @@ from vision_folders import encoded, picture
 
 @pytest.fixture(scope="module")
 def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a folder with a model, and prompts of which every second one has an image."""
+    """Return a folder with a model, and prompts of which every second one has an image.
+
+    `text` are prompts without images.
+    """
     folder = tmp_path_factory.mktemp("grpo")
     model = vision_models.save_model(folder / "model", "qwen2.5-vl")
     rows: list[dict[str, Any]] = []
@@ -42,14 +45,19 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
         data = base64.b64encode(encoded(picture(84, 56 + 28 * number, number))).decode()
         row = {"instruction": "<image>what?", "images": [f"data:image/png;base64,{data}"]}
         rows.append({**(row if number % 2 else {"instruction": "why?"}), "output": "a"})
-    file = folder / "rows.jsonl"
+    _preprocess(folder / "data", model, rows)
+    _preprocess(folder / "text", model, rows[::2])
+    return folder
+
+
+def _preprocess(prefix: Path, model: Path, rows: list[dict[str, Any]]) -> None:
+    file = prefix.with_suffix(".jsonl")
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     keys = {
         "input": [str(file)], "tokenizer": str(model), "handler": "r1", "template": "native",
-        "output_prefix": str(folder / "data"),
+        "output_prefix": str(prefix),
     }  # fmt: skip
     preprocess(Config.model_validate({"preprocess": keys}, strict=False))
-    return folder
 
 
 def _settings(inputs: Path, **sections: Any) -> dict[str, Any]:
@@ -150,6 +158,20 @@ def test_an_evaluation_with_an_environment_refuses_images(inputs: Path) -> None:
     config = Config.model_validate(_settings(inputs, **sections), strict=False)
     with pytest.raises(MsrlError, match=mentions("environment", "images")):
         evaluation.prepare(config)
+
+
+def test_keys_of_images_are_refused_for_prompts_of_text(inputs: Path) -> None:
+    settings = _settings(inputs, data={"train": str(inputs / "text")})
+    config = Config.model_validate(settings, strict=False)
+    with pytest.raises(MsrlError, match=mentions("train.vision.tower_lr", "images")):
+        setup.prepare(resolve(config, "train-grpo"))
+
+
+def test_prompts_with_more_patches_than_a_micro_batch_are_refused(inputs: Path) -> None:
+    train = {"steps": 1, "max_tokens_per_micro_batch": 999, "max_patches_per_micro_batch": 9}
+    config = Config.model_validate(_settings(inputs, train=train), strict=False)
+    with pytest.raises(MsrlError, match=mentions("max_patches_per_micro_batch=9", "patches")):
+        setup.prepare(resolve(config, "train-grpo"))
 
 
 def test_the_sequences_of_a_step_have_the_pictures_of_their_prompts(inputs: Path) -> None:

@@ -213,6 +213,22 @@ def test_pairs_with_pictures_are_trained(tmp_path: Path, model: Path, data: dict
     assert losses[0] == pytest.approx(np.log(2), abs=1e-4) and losses[-1] < 0.3
 
 
+def test_rows_with_more_patches_than_a_micro_batch_are_refused(
+    tmp_path: Path, model: Path, data: dict[str, str]
+) -> None:
+    key = "train.max_patches_per_micro_batch=23"
+    limits = {"max_tokens_per_micro_batch": 4096, "max_patches_per_micro_batch": 23}
+    for command, name in (("train-sft", "pictures"), ("train-dpo", "pairs")):
+        with pytest.raises(MsrlError, match=mentions(key, "24 patches", "preprocess.max_pixels")):
+            train(tmp_path / command, model, data[name], command, **limits)
+    with pytest.raises(MsrlError, match=mentions("train.max_patches_per_micro_batch", "images")):
+        train(tmp_path, model, data["text"], **limits)
+    limits["max_patches_per_micro_batch"] = 24
+    (metrics,) = train(tmp_path, model, data["pictures"], steps=1, **limits)
+    (expected,) = train(tmp_path / "whole", model, data["pictures"], steps=1)
+    assert metrics["train/loss"] == pytest.approx(expected["train/loss"], rel=1e-6)
+
+
 def test_rates_of_a_tower_are_refused_for_text(
     tmp_path: Path, model: Path, data: dict[str, str]
 ) -> None:

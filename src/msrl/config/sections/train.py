@@ -313,6 +313,11 @@ class TrainConfig(Section):
         description="Maximum number of tokens per pass. Sequences are packed into passes up to "
         "this limit. Default: passes of train.micro_batch sequences.",
     )
+    max_patches_per_micro_batch: Count | None = Field(
+        default=None,
+        description="Maximum number of patches of different images per pass, beside the limit of "
+        "tokens. Default: no limit.",
+    )
     chunk: Count | None = Field(
         default=None,
         description="Number of positions per logit chunk. Logits are computed one chunk at a time "

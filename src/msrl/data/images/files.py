@@ -15,7 +15,9 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Sequence
+import math
+from collections import ChainMap
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
@@ -157,15 +159,28 @@ class ImageReader:
         Raises:
             MsrlError: the files are damaged.
         """
+        key, grid, path, _ = self._checked_line(number)
+        if self._encoded is not None:
+            return Image(key, grid, partial(self._encoded.read, number))
+        return Image(key, grid, partial(_linked, path, key))
+
+    def patches(self, number: int) -> dict[str, int]:
+        """Return the number of patches of each different image of a sequence, by its key.
+
+        Raises:
+            MsrlError: the files are damaged.
+        """
+        numbers = self._rows[number].reshape(-1, 2)[:, 1].tolist()
+        lines = map(self._checked_line, numbers)
+        return {key: math.prod(grid) for key, grid, *_ in lines}
+
+    def _checked_line(self, number: int) -> tuple[str, tuple[int, int, int], str, int]:
         if not 0 <= number < len(self._ends):
             raise MsrlError(
                 f"{self._path}: has {len(self._ends)} images, but a row names image {number}: "
                 "the file is damaged. Copy it or preprocess the data again."
             )
-        key, grid, path, _ = self._line(number)
-        if self._encoded is not None:
-            return Image(key, grid, partial(self._encoded.read, number))
-        return Image(key, grid, partial(_linked, path, key))
+        return self._line(number)
 
     def check_links(self) -> None:
         """Check that linked files are there and have their sizes, without reading them.
@@ -195,6 +210,11 @@ class ImageReader:
                 f"{self._path}:{number + 1}: not an image of a dataset: {error}. Copy the file or "
                 "preprocess the data again."
             ) from error
+
+
+def most_patches(rows: Iterable[Iterable[Mapping[str, int]]]) -> int:
+    """Return the largest number of patches of a row, from those of its sequences by image."""
+    return max((sum(ChainMap(*map(dict, sequences)).values()) for sequences in rows), default=0)
 
 
 def _linked(path: str, key: str) -> bytes:

@@ -10,27 +10,38 @@ import numpy as np
 
 from msrl.algorithms.aggregate import AveragingGroup, Mode, sequence_weights
 from msrl.algorithms.packing import Sequences, bins, micro_batch, per_token
-from msrl.types import Floats, MicroBatch
+from msrl.config.sections.train import TrainConfig
+from msrl.types import Floats, Image, MicroBatch
 
 
 @dataclass(frozen=True, slots=True)
 class BatchLimits:
     """Limits of a micro-batch: `max_sequences`, or `max_tokens` if set.
 
-    N is a multiple of `pad_to_multiple`.
+    With `max_tokens`, it has at most `max_patches` patches of different images. N is a multiple of
+    `pad_to_multiple`.
     """
 
     max_sequences: int
     max_tokens: int | None = None
     pad_to_multiple: int = 1
+    max_patches: int | None = None
 
-    def group(self, lengths: Sequence[int]) -> tuple[tuple[int, ...], ...]:
+    @classmethod
+    def of(cls, train: TrainConfig, max_sequences: int) -> BatchLimits:
+        """Return the limits that a configuration sets, beside a number of sequences."""
+        patches = train.max_patches_per_micro_batch
+        return cls(max_sequences, train.max_tokens_per_micro_batch, max_patches=patches)
+
+    def group(
+        self, lengths: Sequence[int], images: Sequence[frozenset[Image]] | None = None
+    ) -> tuple[tuple[int, ...], ...]:
         """Return the indices of the sequences of each micro-batch.
 
-        Raises MsrlError for a sequence longer than `max_tokens`.
+        Raises MsrlError for a sequence that alone exceeds `max_tokens` or `max_patches`.
         """
         if self.max_tokens is not None:
-            return bins(lengths, self.max_tokens)
+            return bins(lengths, self.max_tokens, images, self.max_patches)
         return tuple(
             tuple(range(i, min(i + self.max_sequences, len(lengths))))
             for i in range(0, len(lengths), self.max_sequences)

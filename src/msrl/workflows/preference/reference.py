@@ -33,7 +33,7 @@ def forward_limits(plan: RunPlan, num_sides: int) -> BatchLimits:
     """Return the limits of a pass without gradients; they count sequences."""
     train = plan.train
     num_rows = train.forward_micro_batch or train.micro_batch
-    return BatchLimits(num_rows * num_sides, train.max_tokens_per_micro_batch)
+    return BatchLimits.of(train, num_rows * num_sides)
 
 
 class StoredReference:

@@ -14,6 +14,7 @@ from itertools import accumulate
 from msrl.algorithms.packing import bins
 from msrl.config.schema import Config
 from msrl.data.dataset import check_templates
+from msrl.data.images.files import most_patches
 from msrl.data.preferences import PreferenceDataset, PreferenceMixture, fit
 from msrl.errors import MsrlError
 from msrl.limits import print_note
@@ -22,8 +23,9 @@ from msrl.types import RenderedPreference
 from msrl.workflows.sft.rows import split_rows
 from msrl.workflows.training.data_checks import (
     check_data,
+    check_image_keys,
     check_longest_row,
-    check_vision_rates,
+    check_patches,
     verify_data,
 )
 
@@ -52,6 +54,11 @@ class PreferenceRows:
     def has_images(self) -> bool:
         """True if rows have images."""
         return self.dataset.has_images
+
+    @property
+    def most_patches(self) -> int:
+        """Largest number of patches of the different images of a row."""
+        return most_patches(map(self.dataset.patches, row) for row in self.members)
 
     def examples(self, number: int) -> RenderedPreference:
         """Return a row of the dataset, whose sides have at most `limit` tokens."""
@@ -91,7 +98,7 @@ def checked_rows(
             verify_data(dataset, plan)
             if kind == "pairs" and not reads_margins:
                 _refuse_margins(dataset, config)
-    check_vision_rates([dataset.manifest for dataset in datasets.values()], plan)
+    check_image_keys([dataset.manifest for dataset in datasets.values()], plan)
     if data.blend:
         train, evaluated = _open_blend(config, [datasets[name] for name in data.blend]), None
     else:
@@ -216,6 +223,7 @@ def _check_length(config: Config, rows: PreferenceRows, num_added: int) -> None:
     )
     size = f"{longest} tokens, all sides together"
     check_longest_row(config, rows.dataset.prefix, longest, size)
+    check_patches(config, rows.dataset.prefix, lambda: rows.most_patches)
 
 
 def _print_notes(name: str, rows: PreferenceRows) -> None:

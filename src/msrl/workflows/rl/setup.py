@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from msrl.cluster.placement import Placement
 from msrl.config.schema import Config
 from msrl.config.sections.rollout import DEVICE_TRANSFERS
 from msrl.data.dataset import PromptDataset, PromptMixture, check_templates
+from msrl.data.images.files import most_patches
 from msrl.data.order import BlendOrder, RowOrder
 from msrl.data.tokenizer import TextTokenizer, open_tokenizer
 from msrl.errors import MsrlError
@@ -36,6 +38,8 @@ from msrl.workflows.rl.distillation import check_tags
 from msrl.workflows.training import resume_checks
 from msrl.workflows.training.data_checks import (
     check_data,
+    check_image_keys,
+    check_patches,
     check_reference_tokenizer,
     check_teacher_tokenizers,
     verify_data,
@@ -224,6 +228,7 @@ def _training_prompts(plan: RunPlan, tokenizer: TextTokenizer) -> Prompts:
     if data.train is not None:
         keys = {"data.train": data.train}
     fitting = [_fitting_prompts(plan, key, name, tokenizer) for key, name in keys.items()]
+    check_image_keys([dataset.manifest for dataset, _ in fitting], plan)
     batch, seed, shuffle = config.rollout.prompts_per_step, config.run.seed, config.data.shuffle
     if not data.blend:
         dataset, rows = fitting[0]
@@ -272,6 +277,10 @@ def _fitting_prompts(
     check_data(dataset.manifest, plan, dataset.prefix)
     verify_data(dataset, plan)
     rows = rows[:count]
+    images = dataset.images
+    if images is not None:
+        most = partial(most_patches, ([images.patches(row)] for row in rows))
+        check_patches(plan.config, dataset.prefix, most)
     sections = plan.config.reward.sources
     sources = RowSources(
         tuple(Source.of(section) for section in sections),

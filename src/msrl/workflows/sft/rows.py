@@ -13,6 +13,7 @@ import numpy as np
 from msrl.algorithms.packing import Sequences, bins, sft_sequences
 from msrl.config.schema import Config
 from msrl.data.dataset import SftDataset
+from msrl.data.images.files import most_patches
 from msrl.data.images.load import cuts_image
 from msrl.data.preferences import PreferenceDataset
 from msrl.errors import MsrlError
@@ -48,6 +49,14 @@ class Rows:
     def has_images(self) -> bool:
         """True if rows have images."""
         return self.dataset.images is not None
+
+    @property
+    def most_patches(self) -> int:
+        """Largest number of patches of the different images of a row."""
+        images = self.dataset.images
+        if images is None:
+            return 0
+        return most_patches(map(images.patches, row) for row in self.members)
 
     def sequences(self, rows: Sequence[int]) -> list[Sequences]:
         """Return the sequences of each row."""
@@ -104,6 +113,11 @@ class MixedRows:
     def has_images(self) -> bool:
         """True if rows have images."""
         return any(rows.has_images for rows in self.datasets)
+
+    @property
+    def most_patches(self) -> int:
+        """Largest number of patches of the different images of a row."""
+        return max(rows.most_patches for rows in self.datasets)
 
     def sequences(self, rows: Sequence[int]) -> list[Sequences]:
         """Return the sequences of each row."""

@@ -16,7 +16,7 @@ from msrl.workflows.sft.batches import LOSS, held_out_metrics, make_batch, with_
 from msrl.workflows.sft.setup import SftRows, SftSetup, check_lengths, training_rows
 from msrl.workflows.sft.text_rows import weights_by_name
 from msrl.workflows.training import supervised
-from msrl.workflows.training.data_checks import check_data, check_vision_rates, verify_data
+from msrl.workflows.training.data_checks import check_data, check_image_keys, verify_data
 from msrl.workflows.training.supervised import HeldOutEvaluator, SupervisedTask, step_report
 from msrl.workflows.training.trainer_group import TrainerGroup
 
@@ -76,7 +76,7 @@ def _checked_rows(plan: RunPlan) -> tuple[SftRows, SftRows | None]:
     datasets = [dataset_type(prefix) for prefix in data_prefixes(plan)]
     for dataset in datasets:
         check_dataset(dataset, plan)
-    check_vision_rates([dataset.manifest for dataset in datasets], plan)
+    check_image_keys([dataset.manifest for dataset in datasets], plan)
     train, held_out = training_rows(plan)
     check_and_note(plan.config, train, held_out)
     return train, held_out

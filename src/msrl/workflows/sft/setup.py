@@ -7,7 +7,7 @@ from msrl.data.dataset import SftDataset, check_templates
 from msrl.plan.run_plan import RunPlan
 from msrl.workflows.sft.rows import MixedRows, Rows, open_rows, split_rows
 from msrl.workflows.sft.text_rows import TextRows, open_text, weights_by_name
-from msrl.workflows.training.data_checks import check_longest_row
+from msrl.workflows.training.data_checks import check_longest_row, check_patches
 from msrl.workflows.training.supervised import SupervisedSetup
 
 ExampleRows = Rows | MixedRows
@@ -47,3 +47,4 @@ def check_lengths(config: Config, prefix: str, rows: SftRows, num_added: int = 0
     longest = rows.longest + num_added
     added = f", {num_added} of which are added" if num_added else ""
     check_longest_row(config, prefix, longest, f"up to {longest} tokens{added}")
+    check_patches(config, prefix, lambda: rows.most_patches)

@@ -96,6 +96,10 @@ class TextRows:
     def has_images(self) -> bool:
         return False
 
+    @property
+    def most_patches(self) -> int:
+        return 0
+
     def sequences(self, rows: Sequence[int]) -> list[Sequences]:
         """Return the sequences of each row."""
         return [self._row(row) for row in rows]

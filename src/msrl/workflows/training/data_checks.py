@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import cache
 from pathlib import Path
 
@@ -114,17 +114,21 @@ def _check_images(manifest: DatasetManifest, plan: RunPlan, prefix: str) -> None
         )
 
 
-def check_vision_rates(manifests: Iterable[DatasetManifest | None], plan: RunPlan) -> None:
-    """Check that there are images if the vision tower is trained.
+def check_image_keys(manifests: Iterable[DatasetManifest | None], plan: RunPlan) -> None:
+    """Check that there are images if a key needs them.
 
-    Without them it would learn nothing, and weight decay would shrink it.
+    Without them, a trained tower would learn nothing, and weight decay would shrink it.
 
     Raises:
         MsrlError: No dataset has images.
     """
-    vision = plan.train.vision
-    rates = {"tower_lr": vision.tower_lr, "projector_lr": vision.projector_lr}
-    key = next((f"train.vision.{name}" for name, rate in rates.items() if rate is not None), None)
+    train = plan.train
+    values = {
+        "train.vision.tower_lr": train.vision.tower_lr,
+        "train.vision.projector_lr": train.vision.projector_lr,
+        "train.max_patches_per_micro_batch": train.max_patches_per_micro_batch,
+    }
+    key = next((name for name, value in values.items() if value is not None), None)
     has_images = any(manifest is not None and manifest.vision for manifest in manifests)
     if key is not None and not has_images:
         raise MsrlError(f"{key}: the data has no images, so it has no effect. Remove it.")
@@ -140,6 +144,19 @@ def check_longest_row(config: Config, prefix: str, longest: int, size: str) -> N
         raise MsrlError(
             f"train.max_tokens_per_micro_batch={limit}: the longest row of {prefix} has {size}. "
             "Raise it."
+        )
+
+
+def check_patches(config: Config, prefix: str, count_most: Callable[[], int]) -> None:
+    """Raise MsrlError if the images of a row have too many patches for a micro-batch.
+
+    `count_most` returns the largest number of patches of a row, which only a limit needs.
+    """
+    limit = config.train.max_patches_per_micro_batch
+    if limit is not None and limit < (most := count_most()):
+        raise MsrlError(
+            f"train.max_patches_per_micro_batch={limit}: a row of {prefix} has images of {most} "
+            "patches. Raise it, or preprocess with a smaller preprocess.max_pixels."
         )
 
 

@@ -87,8 +87,7 @@ class SupervisedSetup(Generic[RowsT]):
     @property
     def limits(self) -> BatchLimits:
         """Limits of a micro-batch; they count rows."""
-        train = self.config.train
-        return BatchLimits(train.micro_batch, train.max_tokens_per_micro_batch)
+        return BatchLimits.of(self.config.train, self.config.train.micro_batch)
 
 
 class SupervisedSteps(Protocol):

@@ -25,7 +25,7 @@ from msrl.trainer.objective.batches import (
     pad_sequences,
 )
 from msrl.trainer.objective.requests import RankValues, TokenRequest, TokenValue, UpdateRequest
-from msrl.types import Floats, Ints, MicroBatch, Routes, StageRoutes
+from msrl.types import Floats, Image, Ints, MicroBatch, Routes, StageRoutes
 from msrl.workflows.training.shared_images import SharedImages, without_files
 from msrl.workflows.training.train_worker import SavePlan, WorkerPosition
 from msrl.workflows.training.transport.base import Calls, Workers
@@ -269,9 +269,18 @@ def _rank_batches(sequences: Sequences, rows: Rows, limits: BatchLimits) -> _Ran
     """Return the micro-batches of these rows."""
     lengths = [sum(len(sequences.token_ids[index]) for index in row) for row in rows]
     groups = [
-        [index for number in group for index in rows[number]] for group in limits.group(lengths)
+        [index for number in group for index in rows[number]]
+        for group in limits.group(lengths, _different_images(sequences, rows))
     ]
     return _RankBatches(micro_batches(sequences, groups, limits), groups)
+
+
+def _different_images(sequences: Sequences, rows: Rows) -> list[frozenset[Image]] | None:
+    """Return the different images of each row, or None if there are none."""
+    if sequences.images is None:
+        return None
+    by_row = ((sequences.images[index] for index in row) for row in rows)
+    return [frozenset(placed.image for placed in chain.from_iterable(own)) for own in by_row]
 
 
 def _split_routes(

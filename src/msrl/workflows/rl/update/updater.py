@@ -162,7 +162,7 @@ class Updater:
         `first` is the number of the first update in the schedule.
         """
         train = self._config.train
-        limits = BatchLimits(train.micro_batch, train.max_tokens_per_micro_batch)
+        limits = BatchLimits.of(train, train.micro_batch)
         reports, lr = list[dict[str, float]](), 0.0
         for number, sequences in enumerate(updates, first):
             lr = schedule.at(number)

@@ -123,5 +123,4 @@ def _requests(config: Config, *, with_teachers: bool) -> list[TokenRequest]:
 def forward_limits(config: Config) -> BatchLimits:
     """Return the limits of a micro-batch of a pass without gradients."""
     train = config.train
-    count = train.forward_micro_batch or train.micro_batch
-    return BatchLimits(count, train.max_tokens_per_micro_batch)
+    return BatchLimits.of(train, train.forward_micro_batch or train.micro_batch)
