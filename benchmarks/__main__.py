@@ -26,6 +26,7 @@ from typing import Any
 
 from benchmarks.cases import CASES as TINY_CASES
 from benchmarks.cases import ROOT, Bench, Case, Measurement, Sample
+from benchmarks.images import CASES as IMAGE_CASES
 from benchmarks.laptop import CASES as LAPTOP_CASES
 from benchmarks.measure import BenchError, quiet_environment, timed
 from benchmarks.results import (
@@ -39,7 +40,7 @@ from benchmarks.results import (
     write,
 )
 
-CASES = (*TINY_CASES, *LAPTOP_CASES)
+CASES = (*TINY_CASES, *IMAGE_CASES, *LAPTOP_CASES)
 # Modules of the benchmarks without peers, which have separate options.
 SEPARATE = {
     "async": "asynchronous",

@@ -22,6 +22,7 @@ LABELS = {
     "copy_floor": "copy of the same bytes",
     "cp": "`cp`",
     "tokenize_ceiling": "tokenizer alone",
+    "decode_resize": "decoding and resizing alone",
     "raw_hf": "plain transformers loop",
     "trl": "TRL",
     "trl_sft": "TRL",

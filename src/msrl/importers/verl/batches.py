@@ -39,7 +39,7 @@ _IMAGE_MODEL = re.compile(
 
 def needs_images(sections: Sections) -> str:
     """Return the feature that a run on images, video or audio needs; empty for one on text."""
-    data, feature = sections["data"], "training on images, video or audio"
+    data, feature = sections["data"], "the import of a training on images, video or audio"
     key = next((entry for name in _IMAGE_KEYS if (entry := data.get(name))), None)
     is_default = key is not None and Path(key.origin.name).suffix in (".yaml", ".yml")
     if key is not None and key.value and not is_default:  # complete files have every key
