@@ -135,6 +135,7 @@ def test_the_tower_is_trained_as_roll_trains_it(prefix: str, rates: object, tmp_
     [
         ("  model_args: {freeze_module_prefix: vision_model.blocks.0}\n", "freeze_module_prefix"),
         ("  model_args: {freeze_module_prefix: decoder}\n", "train.freeze"),
+        ("  model_args: {freeze_module_prefix: 'vision_model,talker'}\n", "sound"),
         ("  model_args: {lora_target: all-linear, lora_rank: 8}\n", "vision tower"),
     ],
 )

@@ -17,6 +17,7 @@ from msrl.importers.translation import KeyStatus, SourceKey
 
 _ROOT = re.compile(r"^(vision_model|(model\.)?visual)(\.|$)")
 _ENCODERS = re.compile(r"(^|\.)(vision|visual|audio|talker|code2wav)")
+_SOUND = re.compile(r"(^|\.)(audio|talker|code2wav)")
 _BLOCKS = frozenset({"blocks", "patch_embed"})  # of towers without learned positions
 _PROJECTOR = frozenset({"merger"})
 _OPTIONAL = {_BLOCKS: {"pos_embed"}, _PROJECTOR: {"deepstack_merger_list"}}
@@ -52,6 +53,10 @@ def _put_parts(model: Keys, training: Keys) -> None:
     names = _names(entry) if entry is not None and entry.value else []
     parts = {_ROOT.sub("", name).partition(".")[0] for name in names}
     if entry is not None and names and not all(map(_ROOT.match, names)):
+        others = [name for name in names if not _ROOT.match(name)]
+        if all(map(_SOUND.search, others)):
+            text = f"not supported: a model with parts for sound ({', '.join(others)})"
+            return model.translation.add_error(entry, text)
         return _refuse(model, entry)
     if model.value("lora_target") is not None:
         return _report_adapters(model)
