@@ -13,6 +13,7 @@ from msrl.errors import MsrlError
 from msrl.importers.command import native_yaml, translate_arguments
 from msrl.importers.status import KeyStatus
 from msrl.importers.translation import Translation
+from msrl.workflows.import_config import validate
 from support import mentions
 from test_imports_commands import RLVR, edit
 
@@ -176,9 +177,16 @@ DATA: dict[str, Any] = {
         "image_min_pixels": 0,
         "video_fps": 2.0,
     },
-    "basic_parameters": {"template": "qwen2vl", "dataset": "rows.json", "cutoff_len": 1024},
+    "basic_parameters": {
+        "template": "qwen2vl",
+        "dataset": "rows.json, more.json",
+        "cutoff_len": 1024,
+    },
     "attr": {"images": "pictures", "messages": "messages", "role_tag": "role", "videos": None},
 }
+
+
+TRAINING = {"lr": 1e-5, "train_iters": 100, "global_batch_size": 16, "weight_decay": 0, "fancy": 1}
 
 
 def mindspeed_mm(content: dict[str, Any], folder: Path) -> Translation:
@@ -205,11 +213,12 @@ def test_data_of_mindspeed_mm_becomes_settings_of_preprocess(tmp_path: Path) -> 
         "max_pixels": 262144,
         "min_pixels": 1,
         "template": "native",
-        "input": "rows.json",
+        "input": ["rows.json", "more.json"],
         "seq_length": 1024,
         "map_keys": {"images": "pictures"},
     }
     assert [line for line in translation.remarks if "resizes" in line]
+    assert not validate(translation).errors
 
 
 @pytest.mark.parametrize(
@@ -224,9 +233,12 @@ def test_parts_that_mindspeed_mm_trains_have_the_rate_of_training(
     assert ["projector_lr" in line for line in named] == [
         name == "projector_lr" for name in rates or []
     ]
-    training = {"model": model, "data": {"dataset_param": DATA}, "training": {"lr": 1e-5}}
-    native = tree(mindspeed_mm(training, tmp_path))["train"]
-    assert native["optimizer"]["lr"] == 1e-5
+    training = {"model": model, "data": {"dataset_param": DATA}, "training": TRAINING}
+    translation = mindspeed_mm(training, tmp_path)
+    assert not validate(translation).errors
+    native = tree(translation)["train"]
+    assert native["optimizer"] == {"lr": 1e-5, "weight_decay": 0}
+    assert (native["steps"], native["global_batch"]) == (100, 16)
     assert native.get("vision") == (dict.fromkeys(rates, 1e-5) if rates else None)
 
 
@@ -243,7 +255,7 @@ def test_names_of_frozen_modules_select_the_trained_parts(
     frozen: list[str], rates: object, tmp_path: Path
 ) -> None:
     model = {"model_id": "qwen3_vl", "freeze": frozen}
-    training = {"model": model, "data": {"dataset_param": DATA}, "training": {"lr": 1e-5}}
+    training = {"model": model, "data": {"dataset_param": DATA}, "training": TRAINING}
     assert tree(mindspeed_mm(training, tmp_path))["train"].get("vision") == rates
 
 

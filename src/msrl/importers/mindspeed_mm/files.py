@@ -14,7 +14,7 @@ from msrl.config.messages import node_at
 from msrl.config.sources import Node, plain, wrap
 from msrl.errors import MsrlError
 from msrl.importers.sections import PROJECTOR, TOWER, Keys
-from msrl.importers.table import load_table
+from msrl.importers.table import as_list, load_table
 from msrl.importers.translation import KeyStatus, SourceKey, Translation
 
 MARKS = ("dataset_param", "image_encoder", "evaluation_model")
@@ -28,6 +28,14 @@ _TAGS = {
     "observation_tag": ("observation", "tool"),
     "function_tag": ("function_call",),
     "system_tag": ("system",),
+}
+_TRAINING = {  # keys of `training` and `gpt_args`
+    "lr": "train.optimizer.lr",
+    "train_iters": "train.steps",
+    "weight_decay": "train.optimizer.weight_decay",
+    "micro_batch_size": "train.micro_batch",
+    "global_batch_size": "train.global_batch",
+    "seed": "run.seed",
 }
 _ROOT = re.compile(r"^(model\.)?visual(\.|$)")
 _BLOCKS = frozenset({"blocks", "patch_embed"})
@@ -70,7 +78,11 @@ def translate(tree: Node, file: Path) -> Translation:
     model = top.get("model")
     if model is not None:
         translation.record(model, KeyStatus.APPLIED, "key by key")
-        _Model(translation, model.node, _rate(tree), "model").translate()
+        _Model(translation, model.node, _training(tree, "lr"), "model").translate()
+    for key, native in _TRAINING.items():
+        node = _training(tree, key)
+        if node is not None and node.value is not None:
+            translation.set(native, node)
     top.apply_remaining()
     return translation
 
@@ -103,9 +115,9 @@ def _unsupported(tree: Node) -> str:
     return ""
 
 
-def _rate(tree: Node) -> Node | None:
-    """Return the learning rate of a file of a training."""
-    paths = (["training", "lr"], ["gpt_args", "lr"])
+def _training(tree: Node, key: str) -> Node | None:
+    """Return a setting of a file of a training."""
+    paths = (["training", key], ["gpt_args", key])
     return next((node for path in paths if (node := node_at(tree, path)) is not None), None)
 
 
@@ -132,6 +144,7 @@ class _Data:
         origin = self.rows.origin("dataset_type")
         self.translation.set("preprocess.handler", wrap("sharegpt", origin))
         self._pixels(self.sections["preprocess_parameters"])
+        self._rows(self.sections["basic_parameters"])
         self._template(self.sections["basic_parameters"])
         self._columns(self.sections["attr"])
         for keys in (*self.sections.values(), self.rows):
@@ -150,6 +163,13 @@ class _Data:
             "and then to sides of full squares, msrl once: their sizes and pixels differ a little"
         )
         self.translation.remarks.append(remark)
+
+    def _rows(self, keys: Keys) -> None:
+        """Translate the files of rows: a list, or a text with commas."""
+        entry = keys.get("dataset")
+        if entry is not None and entry.value is not None:
+            names = [name.strip() for item in as_list(entry.value) for name in str(item).split(",")]
+            self.translation.assign(entry, ["preprocess.input"], names)
 
     def _template(self, keys: Keys) -> None:
         """Translate the template; those of the vision-language models are their tokenizers'."""
@@ -254,5 +274,3 @@ class _Model:
             else:
                 text = f"{self.translation.name}: trains a part of the vision tower. Set {native}"
                 self.translation.remarks.append(f"{text} to the learning rate of the training")
-        if self.rate is not None:
-            self.translation.set("train.optimizer.lr", self.rate)
