@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from msrl.data.images.sources import MAX_FILE_BYTES
 from msrl.vision.decoding import check_images
 from msrl.vision.errors import ImageError
 from msrl.vision.pixels import rgb_image
@@ -41,6 +42,8 @@ def _load_bytes(_: Any, data: bytes) -> Any:
     """Return a checked image in vLLM's form. Raises ValueError if it cannot be used."""
     from vllm.multimodal.media.base import MediaWithBytes
 
+    if len(data) > MAX_FILE_BYTES:
+        raise ValueError(f"image_url: the file has more than {MAX_FILE_BYTES >> 20} MiB.")
     (checked,) = check_images([data])
     if isinstance(checked, ImageError):
         raise ValueError(f"image_url: {checked}")
