@@ -14,6 +14,7 @@ import runpy
 import signal
 import sys
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, cast
 
 from jinja2 import Environment, TemplateError
@@ -23,6 +24,7 @@ from msrl.chat_rendering.client import Chat, RenderingError, render_chats
 from msrl.processes.parent import end_with_parent
 from msrl.rollout.images.processors import prepare_process
 from msrl.rollout.images.requests import read_as_rows
+from msrl.vision.settings import has_vision
 
 _BEFORE_0_32 = "vllm.entrypoints.openai.api_server"
 
@@ -58,7 +60,8 @@ def main() -> None:
     end_with_parent(parent, signal.SIGTERM)
     limit_templates()
     prepare_process()
-    read_as_rows()
+    if has_vision(Path(sys.argv[sys.argv.index("--model") + 1])):
+        read_as_rows()
     if importlib.util.find_spec("vllm.entrypoints.launchers") is None:
         runpy.run_module(_BEFORE_0_32, run_name="__main__", alter_sys=True)
         return
