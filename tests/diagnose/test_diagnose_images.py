@@ -16,6 +16,7 @@ from msrl.cli.configuration import load_configuration
 from msrl.diagnose.checks import check_image
 from msrl.diagnose.evidence import Evidence
 from msrl.diagnose.verdict import judge
+from msrl.models.families import load_shape
 from msrl.platforms import get
 from msrl.types import Floats
 from msrl.verification.logits import transformers_model
@@ -63,6 +64,14 @@ def test_a_model_without_images_has_no_probe(tmp_path: Path) -> None:
     sets = [f"model.path={tmp_path}", "rollout.max_prompt_tokens=400"]
     target = open_target(load_configuration(sets=sets).config, "cpu", None)
     assert image_probe(target.plan.shape, target.reference_dir) is None
+
+
+def test_a_model_whose_images_consist_of_tiles_has_no_probe(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = vision_models.save_model(tmp_path / "model", "internvl")
+    assert image_probe(load_shape(folder), folder) is None
+    assert "tiles" in capsys.readouterr().err
 
 
 @pytest.mark.slow

@@ -171,7 +171,7 @@ def test_packed_groups_and_halves_are_not_split(name: str) -> None:
         ("Llama4ForConditionalGeneration", "chunks"),
         ("Glm4vForConditionalGeneration", "convolution"),
         ("Glm4vMoeForConditionalGeneration", "convolution"),
-        ("InternVLForConditionalGeneration", "vision tower"),
+        ("InternVLChatModel", "*-hf"),
         ("KimiVLForConditionalGeneration", "vision tower"),
         ("Qwen2_5OmniModel", "audio"),
         ("Qwen3OmniMoeForConditionalGeneration", "audio"),

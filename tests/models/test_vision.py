@@ -26,7 +26,10 @@ from msrl.models.vision.tensors import is_tower
 from msrl.verification.bits import compare, find_unequal_copies
 from support import mentions
 
-TOWERS = ("qwen2-vl", "qwen2.5-vl", "qwen3-vl", "qwen3.5, language model", "qwen3-vl moe")
+TOWERS = (
+    *("qwen2-vl", "qwen2.5-vl", "qwen3-vl", "qwen3.5, language model", "qwen3-vl moe"),
+    *("internvl", "internvl, qwen3"),
+)
 ROWS = FAMILIES | MIXTURES
 CONFIGS = {name: ROWS[name].config for name in TOWERS}
 TARGETS = {
@@ -54,10 +57,16 @@ def test_the_rules_have_the_tensors_of_transformers(name: str) -> None:
     config = CONFIGS[name]
     model_class = getattr(transformers, config["architectures"][0])
     with torch.device("meta"):
-        model = model_class(model_class.config_class(**copy.deepcopy(config))).model.visual
+        model = model_class(model_class.config_class(**copy.deepcopy(config))).model
+    if name.startswith("internvl"):
+        tensors = model.vision_tower.state_dict()
+        projector = model.multi_modal_projector.state_dict()
+        tensors |= {f"multi_modal_projector.{key}": each for key, each in projector.items()}
+    else:
+        tensors = model.visual.state_dict()
     rules = [rule for rule in all_rules(families.shape(config)) if is_tower(rule)]
     shapes = {rule.mcore.removeprefix("vision_model."): rule.shapes[0] for rule in rules}
-    assert shapes == {key: tuple(value.shape) for key, value in model.state_dict().items()}
+    assert shapes == {key: tuple(value.shape) for key, value in tensors.items()}
 
 
 def test_pairs_of_channels_turn_by_sections_or_alternate() -> None:
@@ -86,6 +95,14 @@ BAD = [
     ("qwen3-vl", with_vision("qwen3-vl", rope_parameters={"rope_type": "linear"}), ("axial",)),
     ("qwen3-vl", {"image_token_id": "<image>"}, ("image_token_id",)),
     ("qwen3-vl", {"vision_config": 3}, ("vision_config",)),
+    ("internvl", {"text_config": {"model_type": "gpt_oss"}}, ("gpt_oss", "qwen2, qwen3")),
+    ("internvl", {"downsample_ratio": 0.25}, ("downsample_ratio=0.25",)),
+    ("internvl", {"image_seq_length": 256}, ("image_seq_length=256", "4")),
+    ("internvl", with_vision("internvl", image_size=[56, 28]), ("image_size", "twice")),
+    ("internvl", with_vision("internvl", image_size=42), ("image_size=42", "28")),
+    ("internvl", with_vision("internvl", use_mean_pooling=False), ("use_mean_pooling",)),
+    ("internvl", with_vision("internvl", norm_type="batch_norm"), ("norm_type",)),
+    ("internvl", with_vision("internvl", num_attention_heads=3), ("num_attention_heads=3",)),
 ]
 
 
@@ -169,13 +186,20 @@ def test_the_tower_is_on_every_rank_of_the_first_stage(
         assert any(key.startswith("vision_model.blocks.1.") for key in tensors) is is_first
 
 
-@pytest.mark.parametrize("name", ["qwen2.5-vl", "qwen3-vl"])
+@pytest.mark.parametrize("name", ["qwen2.5-vl", "qwen3-vl", "internvl"])
 def test_files_with_the_other_form_of_names_are_read(
     tmp_path: Path, folders: dict[str, Path], name: str
 ) -> None:
     tensors = load_file(folders[name] / "model.safetensors")
     if name == "qwen3-vl":
         renamed = {key.replace("model.visual.", "visual."): each for key, each in tensors.items()}
+    elif name == "internvl":
+        renamed = {
+            f"model.{key}".replace("language_model.model.", "language_model.").replace(
+                "model.language_model.lm_head.", "lm_head."
+            ): each
+            for key, each in tensors.items()
+        }
     else:
         renamed = {
             f"model.{key}"

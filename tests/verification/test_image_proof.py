@@ -29,6 +29,7 @@ def report(capsys: pytest.CaptureFixture[str]) -> str:
         pytest.param("qwen2.5-vl", {"tp": 2, "pp": 2}, marks=pytest.mark.full),
         pytest.param("qwen2-vl", {"pp": 2, "vpp": 1}, marks=pytest.mark.full),
         pytest.param("qwen2.5-vl", {"format": "dist"}, marks=pytest.mark.full),
+        pytest.param("internvl", {"tp": 2, "pp": 2}, marks=pytest.mark.full),
         pytest.param("qwen3-vl moe", {"tp": 2, "ep": 2, "etp": 1}, marks=pytest.mark.full),
     ],
 )

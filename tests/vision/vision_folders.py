@@ -64,21 +64,51 @@ TEMPLATE = (
 )
 
 
-def make_vision_tokenizer() -> Any:
+TILED_SPECIALS = (*SPECIALS[:3], "<img>", "</img>", "<quad>", "<IMG_CONTEXT>", "<video>")
+TILED_TEMPLATE = TEMPLATE.replace("<|vision_start|><|image_pad|><|vision_end|>", "<IMG_CONTEXT>\n")
+TILED_CONFIG = {
+    "architectures": ["InternVLForConditionalGeneration"],
+    "model_type": "internvl",
+    "image_token_id": 6,
+    "vision_config": {
+        "model_type": "internvl_vision", "image_size": [56, 56], "patch_size": [14, 14],
+    },
+}  # fmt: skip
+TILED_PROCESSOR = {
+    "image_processor_type": "GotOcr2ImageProcessorFast",
+    "crop_to_patches": False,
+    "size": {"height": 56, "width": 56},
+    "min_patches": 1,
+    "max_patches": 6,
+    "image_mean": [0.485, 0.456, 0.406],
+    "image_std": [0.229, 0.224, 0.225],
+    "resample": 3,
+}
+
+
+def write_tiled_model(folder: Path, config: dict[str, Any] | None = None) -> Path:
+    """Write the configuration and the tokenizer of a model whose images consist of tiles."""
+    write_folder(folder, TILED_PROCESSOR)
+    (folder / "config.json").write_text(json.dumps(config or TILED_CONFIG))
+    make_vision_tokenizer(TILED_SPECIALS, TILED_TEMPLATE).save_pretrained(folder)
+    return folder
+
+
+def make_vision_tokenizer(specials: tuple[str, ...] = SPECIALS, template: str = TEMPLATE) -> Any:
     """Return a tokenizer with one token per byte, the tokens of images and a chat template."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    vocab = {token: number for number, token in enumerate((*SPECIALS, *alphabet))}
+    vocab = {token: number for number, token in enumerate((*specials, *alphabet))}
     bpe = Tokenizer(models.BPE(vocab=vocab, merges=[]))
-    bpe.add_special_tokens(list(SPECIALS))
+    bpe.add_special_tokens(list(specials))
     bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     bpe.decoder = decoders.ByteLevel()
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=bpe, eos_token="<|im_end|>", pad_token="<|endoftext|>"
     )
-    tokenizer.chat_template = TEMPLATE
+    tokenizer.chat_template = template
     return tokenizer
 
 

@@ -11,10 +11,11 @@ tower counts once per different image of a step.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from msrl.models.shape import Attention, DeltaNet, Dense, Layer, Mixer, Mla, Shape
-from msrl.models.vision.tensors import feed_forward_names
+from msrl.models.vision.tensors import tower_names
 from msrl.models.vision.tower import TrainedParts, Vision
 from msrl.types import Grid
 
@@ -43,15 +44,15 @@ def tower_flops(vision: Vision, grids: Sequence[Grid], trained: TrainedParts) ->
     weights, the patches excluded, a trained projector also those of its inputs, which its norm
     needs.
     """
-    patches = sum(rows * columns for _, rows, columns in grids)
+    patches = sum(map(math.prod, grids))
     features = patches // vision.merge_size**2
     hidden = vision.hidden_size
-    num_linears = len(feed_forward_names(vision.kind))
+    num_linears = len(tower_names(vision.kind).feed_forward)
     block = 4 * hidden**2 + num_linears * hidden * vision.ffn_hidden_size
     pairs = sum(_tower_pairs(vision, grid) for grid in grids)
     embedding = 2 * patches * vision.patch_elements * hidden
     blocks = 2 * patches * vision.depth * block + 4 * pairs * hidden
-    merger = vision.merged_size * (vision.merged_size + vision.out_hidden_size)
+    merger = vision.projector_size * (vision.merged_size + vision.out_hidden_size)
     projector = 2 * features * merger * (1 + len(vision.deepstack))
     if trained.projector:
         projector *= 3
@@ -64,8 +65,8 @@ def tower_flops(vision: Vision, grids: Sequence[Grid], trained: TrainedParts) ->
 
 def _tower_pairs(vision: Vision, grid: Grid) -> int:
     """Return the pairs of patches that attend to each other in all layers, for one image."""
-    _, rows, columns = grid
-    everywhere = (rows * columns) ** 2
+    tiles, rows, columns = grid
+    everywhere = tiles * (rows * columns) ** 2
     if vision.window is None:
         return vision.depth * everywhere
     side = vision.window * vision.merge_size

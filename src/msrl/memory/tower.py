@@ -14,7 +14,7 @@ from msrl.models.vision.tower import TrainedParts, Vision
 
 _FP32_BYTES = 4
 # Feed-forward tensors that a block saves: inputs and outputs of the activation, and the product.
-_SAVED_FFN = {"qwen2": 3, "qwen2_5": 4, "qwen3": 2}
+_SAVED_FFN = {"qwen2": 3, "qwen2_5": 4, "qwen3": 2, "internvl": 2}
 
 
 @dataclass(frozen=True, slots=True)

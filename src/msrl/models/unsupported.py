@@ -9,7 +9,7 @@ from __future__ import annotations
 _MUP = "its residuals, embeddings and logits are scaled by constants"
 _FUSED = "its query, key and value tensors are packed under names that msrl does not read"
 _MIXER = "its norms are LayerNorms with biases and its router is a sparse mixer"
-_TOWER = "its vision tower is none of those that msrl has (Qwen2-VL to Qwen3.5)"
+_TOWER = "its vision tower is none of those that msrl has (Qwen2-VL to Qwen3.5, InternVL)"
 _CODE_TOWER = f"its code comes with its checkpoints, and {_TOWER}"
 _GLM_TOWER = "its vision tower ends in a convolution, which msrl does not have"
 _AUDIO = "it reads audio, which msrl does not"
@@ -43,8 +43,8 @@ UNSUPPORTED = {
     "MllamaForConditionalGeneration": "its images are read by cross-attention",
     "Gemma3nForConditionalGeneration": "each of its layers has another embedding of the tokens",
     "Gemma4ForConditionalGeneration": "only its predecessors Gemma 2 and 3 are",
-    "InternVLForConditionalGeneration": _TOWER,
-    "InternVLChatModel": _CODE_TOWER,
+    "InternVLChatModel": "its code comes with its checkpoints. Those of the same models that are "
+    "named *-hf or *-HF are",
     "InternS1ForConditionalGeneration": _TOWER,
     "KimiVLForConditionalGeneration": _CODE_TOWER,
     "KimiK25ForConditionalGeneration": _CODE_TOWER,

@@ -64,13 +64,15 @@ def _normalizes_on_device(settings: EngineSettings) -> bool | None:
 def _batch_of_image(settings: EngineSettings, shape: Shape, platform: Platform) -> int | None:
     """Return the tokens of a step that an image may need, None for vLLM's default.
 
-    vLLM knows the largest image of the model's processor, but not that of other limits.
+    vLLM knows the largest image of the model's processor, but not that of other limits. Its class
+    of InternVL does not count the tiles of an image.
     """
     images, length = settings.images, model_length(settings, shape)
     if images is None:
         return None
     largest = images.vision.max_tokens
-    if largest <= read_vision_settings(settings.model_dir).max_tokens:
+    known = 0 if images.vision.tile else read_vision_settings(settings.model_dir).max_tokens
+    if largest <= known:
         return None
     is_chunked = platform.engine_arguments().get("enable_chunked_prefill", True)
     return max(_DEFAULT_BATCH, min(largest, length) if is_chunked else length)

@@ -61,6 +61,9 @@ def model_config(shape: Shape, hf_dir: Path) -> Any:
         for key, value in values.items()
         if key not in ("model_type", "auto_map", "quantization_config")
     }
+    if shape.vision is not None:
+        # The default of InternVL's class, unlike the published models
+        config_values.setdefault("tie_word_embeddings", shape.tie_word_embeddings)
     if shape.reward_head:
         config_values = scoring_config(config_values)
     return model_class(shape).config_class.from_dict(config_values)
@@ -200,6 +203,8 @@ def _model_name(name: str, shape: Shape) -> str:
     """
     for in_file, in_model in _EXPERT_NAMES:
         name = name.replace(in_file, in_model)
+    if name.startswith(("vision_tower.", "multi_modal_projector.")):
+        return f"model.{name}"
     if name.startswith("language_model."):
         inner = name.removeprefix("language_model.")
         return inner.replace("model.", "model.language_model.", 1)

@@ -1,4 +1,4 @@
-"""Pixels of images: encoded file, resized image, patches.
+"""Pixels of images: encoded file, resized image or tiles, patches.
 
 H and W are the sides of a resized image in pixels, C its channels (3), T the frames of a patch, P
 its side, and N the number of patches. Pillow is imported where an image is decoded.
@@ -19,7 +19,7 @@ from msrl.errors import MsrlError
 from msrl.types import Grid
 from msrl.vision.errors import ImageError
 from msrl.vision.settings import VisionSettings
-from msrl.vision.sizes import resized_size
+from msrl.vision.sizes import resized_size, tile_rows
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -61,13 +61,15 @@ def decode_image(
 
     EXIF's orientation is applied, other color modes become RGB, and transparency is dropped. Of an
     animation, the first frame is read. The image has the size of `grid`, by default the one that
-    the limits of the settings give.
+    the limits of the settings give. Tiles lie below each other.
 
     Raises:
         ImageError: The file is damaged or no image of a supported format, has too many or too few
             pixels, or is too long.
     """
     image = rgb_image(data)
+    if settings.tile:
+        return _tiles(image, settings, grid)
     if grid is None:
         height, width = resized_size(image.height, image.width, settings)
     else:
@@ -83,6 +85,25 @@ def rgb_image(data: bytes) -> Image:
         ImageError: The file is damaged or no image of a supported format, or has too many pixels.
     """
     return _rgb(_open(data))
+
+
+def _tiles(
+    image: Image, settings: VisionSettings, grid: Grid | None
+) -> NDArray[np.uint8]:  # [tiles * H, W, C]
+    """Return the tiles of an image row by row, and one of the whole image if there are several.
+
+    `grid` has their number, which the limits of the settings give by default.
+    """
+    count, side = 0 if grid is None else max(1, grid[0] - 1), settings.tile
+    limits = (count, count) if count else None
+    rows, columns = tile_rows(image.height, image.width, settings, limits)
+    resized = image.resize((columns * side, rows * side), resample=settings.resample)
+    parts = np.array(resized).reshape(rows, side, columns, side, -1).swapaxes(1, 2)
+    tiles = parts.reshape(rows * columns * side, side, -1)
+    if rows * columns == 1:
+        return tiles
+    whole = np.array(image.resize((side, side), resample=settings.resample))
+    return np.concatenate([tiles, whole])
 
 
 def check_image(data: bytes) -> tuple[int, int]:
@@ -153,10 +174,17 @@ def patches_of(
     settings: VisionSettings,
 ) -> NDArray[np.float32]:
     """Return the normalized patches [N, C * T * P * P] of a resized image."""
-    values = np.stack(
+    return cut_patches(normalize(pixels, settings), settings)
+
+
+def normalize(
+    pixels: NDArray[np.uint8],  # [H, W, C]
+    settings: VisionSettings,
+) -> NDArray[np.float32]:
+    """Return the normalized channels of a resized image, [H, W, C]."""
+    return np.stack(
         [levels[pixels[..., channel]] for channel, levels in enumerate(_levels(settings))], -1
     )
-    return cut_patches(values, settings)
 
 
 @lru_cache(maxsize=8)

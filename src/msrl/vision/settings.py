@@ -2,7 +2,9 @@
 
 `processor_config.json` (transformers 5, key `image_processor`) comes before
 `preprocessor_config.json`. `min_pixels` and `max_pixels` come before `size.shortest_edge` and
-`size.longest_edge`, as in transformers. The token ids are those of `config.json`.
+`size.longest_edge`, as in transformers. The token ids are those of `config.json`. InternVL has the
+tokens before and after an image in its tokenizer only, and cuts images into tiles whatever
+`crop_to_patches` of the image processor is (`InternVLProcessorKwargs` of transformers).
 """
 
 from __future__ import annotations
@@ -24,12 +26,20 @@ _TEXT_ONLY = {
     "not supported",
     "Mistral3ForConditionalGeneration": "the vision tower of Mistral 3 is not supported",
 }
+TILED_PROCESSORS = (
+    "GotOcr2ImageProcessor",
+    "GotOcr2ImageProcessorFast",
+    "GotOcr2ImageProcessorPil",
+)
 _FILES = ("processor_config.json", "preprocessor_config.json")
 _RESAMPLING = {0: "nearest", 1: "lanczos", 2: "bilinear", 3: "bicubic", 4: "box", 5: "hamming"}
 _CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)
 _CLIP_STD = (0.26862954, 0.26130258, 0.27577711)
 _TOKENS = ("image_token_id", "vision_start_token_id", "vision_end_token_id")
-_MAX_SIDE = 4096  # of a patch, in pixels
+_TILE_MARKS = {"vision_start_token_id": "<img>", "vision_end_token_id": "</img>"}
+_MAX_SIDE = 4096  # of a patch or a tile, in pixels
+_MAX_TILES = 128
+_MAX_TOKENIZER_BYTES = 1 << 28
 _FIXED = {
     "do_resize": True,
     "do_rescale": True,
@@ -56,6 +66,9 @@ class VisionSettings:
         image_token_id: Token that represents a square of patches.
         vision_start_token_id: Token before the image tokens of an image.
         vision_end_token_id: Token after them.
+        tile: Side of the tiles that an image is cut into, in pixels; 0 for models without tiles.
+        min_tiles: Smallest number of tiles, without the one of the whole image.
+        max_tiles: Largest number of tiles, without the one of the whole image.
     """
 
     patch_size: int
@@ -69,6 +82,9 @@ class VisionSettings:
     image_token_id: int
     vision_start_token_id: int
     vision_end_token_id: int
+    tile: int = 0
+    min_tiles: int = 0
+    max_tiles: int = 0
 
     @property
     def factor(self) -> int:
@@ -84,8 +100,11 @@ class VisionSettings:
         """Return the settings with other limits of pixels; None keeps a limit.
 
         Raises:
-            MsrlError: The smallest number exceeds the largest one.
+            MsrlError: The smallest number exceeds the largest one, or the model has tiles and no
+                limit of pixels that is met by any.
         """
+        if self.tile:
+            return self._with_fewer_tiles(min_pixels, max_pixels)
         low = self.min_pixels if min_pixels is None else min_pixels
         high = self.max_pixels if max_pixels is None else max_pixels
         if low > high:
@@ -94,6 +113,31 @@ class VisionSettings:
                 "preprocess.max_pixels so that it does not."
             )
         return replace(self, min_pixels=low, max_pixels=high)
+
+    def _with_fewer_tiles(self, min_pixels: int | None, max_pixels: int | None) -> VisionSettings:
+        """Return the settings with as many tiles as `max_pixels` permits."""
+        area = self.tile**2
+        if min_pixels is not None:
+            raise MsrlError(
+                f"preprocess.min_pixels={min_pixels}: has no effect on images that consist of "
+                f"tiles of {self.tile} x {self.tile} pixels. Remove it."
+            )
+        if max_pixels is None:
+            return self
+        if max_pixels < area:
+            raise MsrlError(
+                f"preprocess.max_pixels={max_pixels}: a tile of this model has {area} pixels. Set "
+                "it to so many or more."
+            )
+        # Several tiles come with one of the whole image.
+        tiles = max(1, max_pixels // area - 1)
+        tiles = 1 if max_pixels < 3 * area else min(tiles, self.max_tiles)
+        if tiles < self.min_tiles:
+            raise MsrlError(
+                f"preprocess.max_pixels={max_pixels}: the image processor of the model makes "
+                f"{self.min_tiles} tiles of {area} pixels and more. Raise it."
+            )
+        return replace(self, max_tiles=tiles, max_pixels=_tiled_pixels(self.tile, tiles))
 
     def as_json(self) -> dict[str, Any]:
         """Return the settings for a manifest."""
@@ -115,7 +159,9 @@ def from_json(values: Mapping[str, Any]) -> VisionSettings:
         ValueError: A setting is missing or has another type.
     """
     try:
-        read = {field.name: values[field.name] for field in fields(VisionSettings)}
+        # Data of models without tiles may lack their settings.
+        known = {"tile": 0, "min_tiles": 0, "max_tiles": 0} | dict(values)
+        read = {field.name: known[field.name] for field in fields(VisionSettings)}
         for name, value in read.items():
             if name in ("image_mean", "image_std"):
                 red, green, blue = (float(number) for number in value)
@@ -153,7 +199,9 @@ def read_vision_settings(folder: Path) -> VisionSettings:
         )
     tower = _inner(config, "vision_config")
     processor = _read_processor(folder)
-    _check_processor(processor)
+    if tower.values.get("model_type") == "internvl_vision" or _is_internvl(config):
+        return _tiled_settings(folder, config, processor, tower)
+    _check_processor(processor, PROCESSORS)
     low, high = _limits(processor)
     settings = VisionSettings(
         patch_size=_side(processor, "patch_size", 14),
@@ -168,6 +216,83 @@ def read_vision_settings(folder: Path) -> VisionSettings:
     )
     _check_tower(processor, settings, tower)
     return settings
+
+
+def _is_internvl(config: HfConfig) -> bool:
+    return config.values.get("model_type") == "internvl"
+
+
+def _tiled_settings(
+    folder: Path, config: HfConfig, processor: HfConfig, tower: HfConfig
+) -> VisionSettings:
+    """Return the settings of a model whose images consist of tiles."""
+    _check_processor(processor, TILED_PROCESSORS)
+    size = _inner(processor, "size")
+    tile, patch = _side(size, "height", 448), _first_side(tower, "patch_size", 14)
+    if tile != _side(size, "width", 448) or tile != _first_side(tower, "image_size", 448):
+        processor.fail("size", "must be the square of image_size of the vision tower")
+    fewest, most = (processor.count(*pair) for pair in (("min_patches", 1), ("max_patches", 12)))
+    if fewest > most or most > _MAX_TILES:
+        processor.fail("max_patches", f"must be from min_patches={fewest} to {_MAX_TILES}")
+    return VisionSettings(
+        patch_size=patch,
+        temporal_patch_size=1,
+        merge_size=2,
+        min_pixels=tile**2,
+        max_pixels=_tiled_pixels(tile, most),
+        image_mean=_channels(processor, "image_mean", _CLIP_MEAN),
+        image_std=_channels(processor, "image_std", _CLIP_STD),
+        resample=_resampling(processor),
+        image_token_id=_token(config, "image_token_id"),
+        **_marks(folder),
+        tile=tile,
+        min_tiles=fewest,
+        max_tiles=most,
+    )
+
+
+def _tiled_pixels(tile: int, tiles: int) -> int:
+    """Return the pixels of an image of so many tiles, and of the one of the whole image."""
+    return tile**2 * (tiles + (tiles > 1))
+
+
+def _first_side(tower: HfConfig, key: str, default: int) -> int:
+    """Return a number of pixels that config.json names once or twice."""
+    value: Any = tower.values.get(key)
+    first = cast("list[Any]", value)[:1] if isinstance(value, list) else [value]
+    return _side(HfConfig({key: first[0] if first else None}, tower.where), key, default)
+
+
+def _marks(folder: Path) -> dict[str, int]:
+    """Return the tokens before and after an image from the files of the tokenizer."""
+    tokens: dict[str, int] = {}
+    for name, key in (
+        ("tokenizer_config.json", "added_tokens_decoder"),
+        ("tokenizer.json", "added_tokens"),
+    ):
+        tokens |= _added_tokens(folder / name, key)
+        if set(_TILE_MARKS.values()) <= tokens.keys():
+            return {key: tokens[mark] for key, mark in _TILE_MARKS.items()}
+    missing = next(mark for mark in _TILE_MARKS.values() if mark not in tokens)
+    raise MsrlError(
+        f"{folder}: the tokenizer has no token {missing}, which encloses the tokens of an image. "
+        "Restore the files of the tokenizer."
+    )
+
+
+def _added_tokens(file: Path, key: str) -> dict[str, int]:
+    """Return the numbers of tokens by their texts, as a file of a tokenizer has them."""
+    if not file.is_file():
+        return {}
+    try:
+        values: Any = loads(read_text_within(file, _MAX_TOKENIZER_BYTES))
+        entries: Any = values.get(key) or {}
+        if isinstance(entries, dict):
+            pairs = cast("dict[str, Any]", entries).items()
+            return {str(entry["content"]): int(number) for number, entry in pairs}
+        return {str(entry["content"]): int(entry["id"]) for entry in entries}
+    except (*MALFORMED, OSError) as error:
+        raise MsrlError(f"{file}: {key} cannot be read ({error}). Restore the file.") from error
 
 
 def names_normalization(folder: Path) -> bool:
@@ -205,9 +330,9 @@ def _inner(config: HfConfig, key: str) -> HfConfig:
     return HfConfig(cast("dict[str, Any]", value), f"{config.where}: {key}")
 
 
-def _check_processor(processor: HfConfig) -> None:
+def _check_processor(processor: HfConfig, supported: tuple[str, ...]) -> None:
     """Refuse other image processors, and steps that this package does not have."""
-    processor.refuse("image_processor_type", *PROCESSORS)
+    processor.refuse("image_processor_type", *supported)
     for key, value in _FIXED.items():
         processor.refuse(key, value)
     if "rescale_factor" in processor.values:

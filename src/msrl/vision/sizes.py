@@ -1,8 +1,12 @@
-"""Sizes of images in pixels, patches and tokens.
+"""Sizes of images in pixels, patches, tiles and tokens.
 
-The rule is `smart_resize` of transformers' Qwen2-VL image processor: sides are multiples of
-`patch_size * merge_size`, the number of pixels lies within the limits, and the aspect ratio changes
-as little as possible.
+The rule of Qwen2-VL and its successors is `smart_resize` of transformers' Qwen2-VL image processor:
+sides are multiples of `patch_size * merge_size`, the number of pixels lies within the limits, and
+the aspect ratio changes as little as possible.
+
+Images of InternVL consist of square tiles of one size, and of a smaller picture of the whole if
+there are several. The rule is `get_optimal_tiled_canvas` of transformers' GOT-OCR2 image processor:
+their rows and columns have the aspect ratio that is nearest to that of the image.
 """
 
 from __future__ import annotations
@@ -47,12 +51,38 @@ def resized_size(height: int, width: int, settings: VisionSettings) -> tuple[int
     return max(rows, 1) * factor, max(columns, 1) * factor
 
 
+def tile_rows(
+    height: int, width: int, settings: VisionSettings, limits: tuple[int, int] | None = None
+) -> tuple[int, int]:
+    """Return the rows and columns of the tiles that an image is cut into.
+
+    `limits` are the smallest and the largest number of tiles, by default those of the settings.
+    """
+    fewest, most = limits or (settings.min_tiles, settings.max_tiles)
+    pairs = ((rows, columns) for columns in range(1, most + 1) for rows in range(1, most + 1))
+    allowed = [pair for pair in pairs if fewest <= pair[0] * pair[1] <= most]
+    best, smallest, ratio = (1, 1), math.inf, width / height
+    for rows, columns in sorted(allowed, key=lambda pair: pair[0] * pair[1]):
+        difference = abs(ratio - columns / rows)
+        # Of equal ratios, more tiles are better while they enlarge the image less than twice.
+        is_filled = height * width > 0.5 * settings.tile**2 * rows * columns
+        if difference < smallest or (difference == smallest and is_filled):
+            best, smallest = (rows, columns), difference
+    return best
+
+
 def grid_of(height: int, width: int, settings: VisionSettings) -> Grid:
     """Return frames (1), rows and columns, in patches, of an image of this size in pixels.
+
+    Of an image that consists of tiles, they are the tiles, and rows and columns of one.
 
     Raises:
         ImageError: The image is too long or too small.
     """
+    if settings.tile:
+        tiles = math.prod(tile_rows(height, width, settings))
+        side = settings.tile // settings.patch_size
+        return tiles + (tiles > 1), side, side
     rows, columns = resized_size(height, width, settings)
     return 1, rows // settings.patch_size, columns // settings.patch_size
 

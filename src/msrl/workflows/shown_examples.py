@@ -228,8 +228,9 @@ def _split_images(part: Part, images: Sequence[PlacedImage], start: int) -> Iter
         end = first + int(others[0]) if len(others) else len(ids)
         if first > position:
             yield replace(part, content=ids[position:first])
-        _, rows, columns = placed.image.grid
-        note = f"{columns} x {rows} patches, SHA-256 {placed.image.key[:12]}"
+        tiles, rows, columns = placed.image.grid
+        size = f"{columns} x {rows} patches" + (f" in each of {tiles} tiles" if tiles > 1 else "")
+        note = f"{size}, SHA-256 {placed.image.key[:12]}"
         yield Part("image", ids[first:end], note=note)
         position = end
     if position < len(ids):

@@ -222,6 +222,32 @@ QWEN3_VL = {
         "deepstack_visual_indexes": [0],
     },
 }  # fmt: skip
+_LANGUAGE = {
+    key: value
+    for key, value in QWEN2.items()
+    if key not in ("architectures", "torch_dtype", "tie_word_embeddings")
+}
+INTERNVL = {
+    "architectures": ["InternVLForConditionalGeneration"], "model_type": "internvl",
+    "dtype": "float32", "tie_word_embeddings": False, "image_token_id": 197,
+    "image_seq_length": 4, "downsample_ratio": 0.5, "projector_hidden_act": "gelu",
+    "vision_feature_layer": -1, "vision_feature_select_strategy": "default",
+    "text_config": _LANGUAGE,
+    "vision_config": {
+        "model_type": "internvl_vision", "hidden_size": 32, "num_hidden_layers": 2,
+        "num_attention_heads": 2, "intermediate_size": 48, "image_size": [56, 56],
+        "patch_size": [14, 14], "num_channels": 3, "attention_bias": True, "use_qk_norm": False,
+        "norm_type": "layer_norm", "layer_norm_eps": 1e-6, "hidden_act": "gelu",
+        "use_mean_pooling": True, "use_absolute_position_embeddings": True,
+        "use_mask_token": False,
+    },
+}  # fmt: skip
+INTERNVL_QWEN3 = {
+    **INTERNVL,
+    "text_config": {**_LANGUAGE, "model_type": "qwen3", "head_dim": 32, "attention_bias": False},
+    "vision_config": {**INTERNVL["vision_config"], "attention_bias": False, "use_qk_norm": True,
+    "norm_type": "rms_norm"},
+}  # fmt: skip
 GLM4 = {**GLM, "architectures": ["Glm4ForCausalLM"], "model_type": "glm4", "rms_norm_eps": 1e-5}
 SEED_OSS = {
     **COMMON, "architectures": ["SeedOssForCausalLM"], "model_type": "seed_oss", "head_dim": 32,
@@ -297,6 +323,10 @@ FAMILIES = {
     "Qwen2.5-VL.config.json, as transformers 5.19 saves it"),
     "qwen2-vl": Family(QWEN2_VL, "the defaults of transformers' Qwen2VLConfig"),
     "qwen3-vl": Family(QWEN3_VL, "aic/Qwen--Qwen3-VL-4B-Instruct_config.json"),
+    "internvl": Family(INTERNVL, "the defaults of transformers' InternVLConfig, with the biases of "
+    "InternVL3-1B-hf"),
+    "internvl, qwen3": Family(INTERNVL_QWEN3, "the defaults of transformers' InternVLConfig, with "
+    "Qwen3 as in InternVL3_5-8B-HF and the norms of InternVL3-78B-hf"),
     "qwen3.5": Family(QWEN3_5, "aic/Qwen--Qwen3.5-27B_config.json, its text_config"),
     "qwen3.5, language model": Family(QWEN3_5_VL, "Qwen3_5.config.json"),
     "glm 4 0414": Family(GLM4, "the defaults of transformers' Glm4Config, those of GLM-4-9B-0414"),

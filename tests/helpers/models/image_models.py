@@ -22,7 +22,14 @@ from mixture_families import MIXTURES
 from msrl.algorithms.packing import Sequences
 from msrl.types import Bools, Image, Ints, PlacedImage
 from msrl.vision.settings import read_vision_settings
-from vision_models import encoded, image_arguments, interleave, processor
+from vision_models import (
+    encoded,
+    image_arguments,
+    interleave,
+    processor,
+    tiled_processor,
+    write_tile_marks,
+)
 
 CHANGES = {
     "qwen2-vl": {},
@@ -31,9 +38,14 @@ CHANGES = {
     "qwen3-vl moe": {"depth": 3, "deepstack_visual_indexes": [0, 2]},
     "qwen3.5": {"num_position_embeddings": 25},
     "qwen3.5 moe": {"num_position_embeddings": 25},
+    "internvl": {"num_hidden_layers": 3},
 }
-# Rows of families, where they have other names.
-_ROWS = {"qwen3.5": "qwen3.5, language model", "qwen3.5 moe": "qwen3.5 moe, language model"}
+# Rows of families, where they have other names. Without biases, no gradient is zero.
+_ROWS = {
+    "qwen3.5": "qwen3.5, language model",
+    "qwen3.5 moe": "qwen3.5 moe, language model",
+    "internvl": "internvl, qwen3",
+}
 START, END, TOKEN = 190, 191, 197
 
 
@@ -47,7 +59,11 @@ def config(name: str) -> dict[str, Any]:
 def save_model(folder: Path, name: str) -> Path:
     """Save a model with the settings of its image processor."""
     families.save_model(folder, config(name))
-    settings = processor(config(name)["vision_config"]["patch_size"], min_tokens=1)
+    if name == "internvl":
+        settings = tiled_processor(config(name)["vision_config"]["image_size"][0])
+        write_tile_marks(folder, START, END)
+    else:
+        settings = processor(config(name)["vision_config"]["patch_size"], min_tokens=1)
     (folder / "preprocessor_config.json").write_text(json.dumps(settings))
     return folder
 
@@ -157,4 +173,7 @@ def _file_gradient(name: str, gradient: torch.Tensor, architecture: str) -> torc
 def _file_name(name: str, architecture: str) -> str:
     if architecture.startswith("Qwen3"):
         return name
+    if architecture.startswith("InternVL"):
+        nested = name.replace("model.language_model.", "model.language_model.model.")
+        return nested.removeprefix("model.").replace("lm_head.", "language_model.lm_head.")
     return name.replace("model.language_model.", "model.").replace("model.visual.", "visual.")

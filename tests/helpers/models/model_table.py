@@ -33,7 +33,7 @@ MODEL_TYPES = {
 # Families whose rollouts ran with vLLM on CPU.
 GENERATED = {"qwen2", "qwen3", "llama", "mistral", "glm", "chatglm", "gemma2", "gemma3"} | {
     *("qwen3_moe", "qwen2_moe", "glm4", "glm4_moe", "mixtral", "seed_oss"),
-    *("qwen2_vl", "qwen2_5_vl", "qwen3_vl"),
+    *("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "internvl"),
 }
 
 

@@ -22,11 +22,11 @@ from families import FAMILIES
 from mixture_families import MIXTURES
 from msrl.types import Floats, Image, Ints, PlacedImage, Prompt
 from msrl.vision.pixels import decode_image, patches_of
-from msrl.vision.settings import read_vision_settings
+from msrl.vision.settings import VisionSettings, read_vision_settings
 from msrl.vision.sizes import grid_of, image_tokens
 from tiny_qwen2 import VOCAB_SIZE, make_tokenizer
 
-MODELS = ("qwen2-vl", "qwen2.5-vl", "qwen3-vl", "qwen3-vl moe")
+MODELS = ("qwen2-vl", "qwen2.5-vl", "qwen3-vl", "qwen3-vl moe", "internvl")
 VISION_TOKENS = (
     "<|vision_start|>", "<|vision_end|>", "<|vision_pad|>", "<|image_pad|>", "<|video_pad|>",
 )  # fmt: skip
@@ -45,6 +45,12 @@ _TOWERS: dict[str, dict[str, Any]] = {
     },
 }  # fmt: skip
 _TOWERS["qwen3-vl moe"] = _TOWERS["qwen3-vl"]
+_TOWERS["internvl"] = {"num_hidden_layers": 3}
+TILE_TOKENS = ("<img>", "</img>", "<quad>", "<IMG_CONTEXT>", "<video>")
+_TILE_NAMES = {
+    "start_image_token": "<img>", "end_image_token": "</img>",
+    "context_image_token": "<IMG_CONTEXT>", "video_token": "<video>",
+}  # fmt: skip
 
 
 def config(name: str) -> dict[str, Any]:
@@ -56,7 +62,9 @@ def config(name: str) -> dict[str, Any]:
         "hidden_size": 128, "vocab_size": VOCAB_SIZE, "max_position_embeddings": 1024,
         "bos_token_id": None, "eos_token_id": 2,
     }  # fmt: skip
-    if not name.startswith("qwen3-vl"):
+    if name == "internvl":
+        text["architectures"] = ["Qwen2ForCausalLM"]
+    elif not name.startswith("qwen3-vl"):
         text["rope_scaling"] = {"type": "mrope", "mrope_section": [4, 6, 6]}
     return values
 
@@ -76,6 +84,26 @@ def processor(patch_size: int, *, min_tokens: int = 4) -> dict[str, Any]:
     }
 
 
+def tiled_processor(tile: int, *, max_tiles: int = 4) -> dict[str, Any]:
+    """Return the settings of an image processor that cuts images into tiles."""
+    return {
+        "image_processor_type": "GotOcr2ImageProcessorFast",
+        "crop_to_patches": False,
+        "size": {"height": tile, "width": tile},
+        "min_patches": 1,
+        "max_patches": max_tiles,
+        "image_mean": [0.5, 0.4, 0.3],
+        "image_std": [0.2, 0.3, 0.4],
+        "resample": 3,
+    }
+
+
+def write_tile_marks(folder: Path, start: int, end: int) -> None:
+    """Write the tokens before and after an image into the file of a tokenizer."""
+    tokens = {str(start): {"content": "<img>"}, str(end): {"content": "</img>"}}
+    (folder / "tokenizer_config.json").write_text(json.dumps({"added_tokens_decoder": tokens}))
+
+
 def weights(name: str, seed: int = 0) -> dict[str, Any]:
     """Return weights of a model whose logits are small enough for float32 to be exact to 1e-5."""
     tensors = families.weights(config(name), seed)
@@ -88,8 +116,15 @@ def save_model(folder: Path, name: str, seed: int = 0) -> Path:
     folder.mkdir(exist_ok=True)
     (folder / "config.json").write_text(json.dumps(values))
     save_file(weights(name, seed), folder / "model.safetensors", metadata={"format": "pt"})
-    make_tokenizer(more=VISION_TOKENS).save_pretrained(folder)
-    settings = processor(values["vision_config"]["patch_size"])
+    is_tiled = name == "internvl"
+    make_tokenizer(more=TILE_TOKENS if is_tiled else VISION_TOKENS).save_pretrained(folder)
+    if not is_tiled:
+        settings = processor(values["vision_config"]["patch_size"])
+    else:
+        settings = tiled_processor(values["vision_config"]["image_size"][0])
+        file = folder / "tokenizer_config.json"
+        named = json.loads(file.read_text()) | {"extra_special_tokens": _TILE_NAMES}
+        file.write_text(json.dumps(named))
     (folder / "preprocessor_config.json").write_text(json.dumps(settings))
     return folder
 
@@ -171,11 +206,23 @@ def image_arguments(folder: Path, row: Any) -> dict[str, Any]:
 
     vision = read_vision_settings(folder)
     kinds = torch.from_numpy(row.token_ids == vision.image_token_id).long()[None]
+    is_tiled = vision.tile > 0
     if not row.images:
-        return {"mm_token_type_ids": kinds}
+        return {} if is_tiled else {"mm_token_type_ids": kinds}
+    if is_tiled:
+        return {"pixel_values": torch.from_numpy(_tiles(vision, row))}
     patches = [patches_of(decode_image(x.image.data, vision), vision) for x in row.images]
     return {
         "mm_token_type_ids": kinds,
         "pixel_values": torch.from_numpy(np.concatenate(patches)),
         "image_grid_thw": torch.tensor([placed.image.grid for placed in row.images]),
     }
+
+
+def _tiles(vision: VisionSettings, row: Any) -> Any:  # [tiles, C, H, W]
+    """Return the tiles of the images of a row, normalized as transformers does."""
+    pixels = [decode_image(x.image.data, vision) for x in row.images]
+    tiles = np.concatenate(pixels).reshape(-1, vision.tile, vision.tile, 3)
+    mean, std = (np.array(x, np.float32) for x in (vision.image_mean, vision.image_std))
+    normalized = ((tiles * (1 / 255)).astype(np.float32) - mean) / std
+    return np.ascontiguousarray(normalized.transpose(0, 3, 1, 2))

@@ -20,12 +20,14 @@ from msrl.errors import MsrlError
 from msrl.models.families import load_shape
 from msrl.platforms import get
 from msrl.rollout import engine_source
-from msrl.rollout.engine import EngineSettings, is_eager
+from msrl.rollout.engine import EngineImages, EngineSettings, is_eager
 from msrl.rollout.engine_arguments import engine_arguments
 from msrl.rollout.engine_limits import check_limits
 from msrl.rollout.vllm import engine_variables
+from msrl.vision.settings import read_vision_settings
 from support import assert_mentions
 from tiny_qwen2 import make_model
+from vision_models import tiled_processor, write_tile_marks
 
 CPU = get("cpu")
 
@@ -47,6 +49,18 @@ def refusal(settings: EngineSettings, platform: str = "cpu", **engine: Any) -> s
     except MsrlError as error:
         return str(error)
     return ""
+
+
+def test_a_step_has_room_for_all_tiles_of_an_image(tmp_path: Path) -> None:
+    """vLLM's class of InternVL counts one tile where the processor's file does not ask for more."""
+    (tmp_path / "config.json").write_text(json.dumps(FAMILIES["internvl"].config))
+    processor = tiled_processor(56, max_tiles=120)
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps(processor))
+    write_tile_marks(tmp_path, 190, 191)
+    vision = read_vision_settings(tmp_path)
+    settings = EngineSettings(tmp_path, images=EngineImages(1, vision))
+    arguments = engine_arguments(settings, load_shape(tmp_path), CPU)
+    assert arguments["max_num_batched_tokens"] >= vision.max_tokens == 484
 
 
 def test_a_head_size_without_a_kernel_is_refused_with_its_key(tmp_path: Path) -> None:

@@ -44,6 +44,7 @@ class Running:
         "qwen2.5-vl",
         "qwen3-vl",
         pytest.param("qwen3-vl moe", marks=pytest.mark.full),
+        pytest.param("internvl", marks=pytest.mark.full),
     ],
 )
 def running(

@@ -100,6 +100,8 @@ FAST = [
     ("qwen2-vl", "cp2 dp2", False),
     ("qwen3-vl moe", "ep2", True),
     ("qwen3-vl moe", "tp2 ep2 etp1", False),
+    ("internvl", "one rank", True),
+    ("internvl", "tp2 sp", False),
 ]
 
 

@@ -26,6 +26,7 @@ from msrl.memory.flops import tower_flops
 from msrl.models.vision.tower import TrainedParts
 from msrl.trainer.model.vision.pixels import Pixels
 from msrl.trainer.model.vision.tower import VisionTower
+from msrl.verification.images import tiles_of
 from msrl.vision.pixels import decode_image, patches_of
 from msrl.vision.settings import read_vision_settings
 
@@ -35,6 +36,8 @@ CHANGES = {
     "qwen2.5-vl": {"depth": 3, "window_size": 56, "fullatt_block_indexes": [1]},
     "qwen3-vl": {"depth": 3, "deepstack_visual_indexes": [0, 2], "num_position_embeddings": 25},
 }
+TILED = ("internvl", "internvl, qwen3")
+TILES = [(3, 4, 4), (1, 4, 4), (2, 4, 4)]
 
 
 def config(name: str) -> dict[str, Any]:
@@ -127,6 +130,41 @@ def test_a_picture_has_the_same_features_beside_others(name: str) -> None:
         swapped = tower(patches[0], [(1, 8, 6)])[0]
     assert relative(together, torch.cat(alone)) < 1e-5
     assert relative(swapped, alone[0]) > 1e-3, "rows and columns are interchangeable"
+
+
+@pytest.mark.parametrize("recomputes", [False, True])
+@pytest.mark.parametrize("name", TILED)
+def test_features_of_tiles_equal_those_of_transformers(name: str, recomputes: bool) -> None:
+    import transformers
+
+    values = copy.deepcopy(FAMILIES[name].config)
+    model_class = getattr(transformers, values["architectures"][0])
+    torch.manual_seed(0)
+    theirs = model_class(model_class.config_class(**copy.deepcopy(values))).model
+    parts = {"": theirs.vision_tower, "multi_modal_projector.": theirs.multi_modal_projector}
+    named = {
+        f"{k}{key}": each for k, part in parts.items() for key, each in part.named_parameters()
+    }
+    with torch.no_grad():
+        for parameter in named.values():
+            parameter.add_(torch.randn_like(parameter) * 0.1)
+    vision = families.shape(values).vision
+    ours = VisionTower(vision, torch.float32, recomputes=recomputes)
+    ours.load_state_dict(named)
+    patches = torch.randn(sum(tiles * 16 for tiles, _, _ in TILES), vision.patch_elements)
+    expected = theirs.get_image_features(
+        tiles_of(patches, vision), vision_feature_layer=-1, vision_feature_select_strategy="default"
+    ).pooler_output.flatten(0, 1)
+    (features,) = ours(patches, TILES)
+    assert relative(features, expected) < 1e-5
+    weight = torch.randn_like(expected)
+    for output in (features, expected):
+        (output * weight).sum().backward()
+    for key, parameter in ours.named_parameters():
+        if key.endswith("k_proj.bias"):  # which shifts all scores of a query equally
+            assert parameter.grad.abs().max() < 1e-4
+        else:
+            assert relative(parameter.grad, named[key].grad) < 1e-5, key
 
 
 def test_pictures_have_the_size_of_the_data_whatever_the_limits_of_the_model(

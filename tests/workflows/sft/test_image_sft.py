@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load_file
 
 import families
-from families import QWEN2_5_VL
+from families import INTERNVL_QWEN3, QWEN2_5_VL
 from msrl.config.schema import Config
 from msrl.errors import MsrlError
 from msrl.plan.run_plan import resolve
@@ -24,7 +24,13 @@ from msrl.trainer.checkpointing.resume import SavedTraining
 from msrl.workflows.preprocess import run as preprocess
 from support import locate, mentions, python_path
 from training_runs import metrics, write_config
-from vision_folders import CONFIG, PROCESSOR, encoded, make_vision_tokenizer
+from vision_folders import (
+    CONFIG,
+    PROCESSOR,
+    encoded,
+    make_vision_tokenizer,
+    write_tiled_model,
+)
 
 pytestmark = pytest.mark.slow
 COLORS = {"red": (230, 20, 30), "blue": (20, 40, 220)}
@@ -137,6 +143,29 @@ def test_answers_that_only_pictures_decide_are_learned_by_language_model_and_tow
     names = changed(model, tmp_path / "run" / "hf")
     assert any(name.startswith("visual.blocks.0.") for name in names)
     assert any(name.startswith("visual.merger.") for name in names)
+
+
+def test_answers_that_only_tiles_decide_are_learned(tmp_path: Path) -> None:
+    """Wide images have two tiles and a third one of the whole image."""
+    config = {**INTERNVL_QWEN3, "image_token_id": 6}
+    config["text_config"] = config["text_config"] | {"vocab_size": 288}
+    model = families.save_model(tmp_path / "vl", config)
+    write_tiled_model(model, config)
+    shown = [(color, width) for width in (56, 112) for color in COLORS] * 2
+    rows = [[question(*each), {"role": "assistant", "content": each[0]}] for each in shown]
+    file = tmp_path / "rows.jsonl"
+    file.write_text("".join(json.dumps({"messages": row}) + "\n" for row in rows))
+    keys = {
+        "input": [str(file)], "tokenizer": str(model), "handler": "auto", "template": "native",
+        "output_prefix": str(tmp_path / "data"),
+    }  # fmt: skip
+    preprocess(Config.model_validate({"preprocess": keys}, strict=False))
+    vision = {"tower_lr": 1e-3, "projector_lr": 1e-3}
+    losses = train(tmp_path, model, str(tmp_path / "data"), vision=vision)
+    assert losses[-1]["train/loss"] < 0.02 < losses[0]["train/loss"]
+    names = changed(model, tmp_path / "run" / "hf")
+    assert any(name.startswith("vision_tower.encoder.layer.0.") for name in names)
+    assert any(name.startswith("multi_modal_projector.") for name in names)
 
 
 def test_a_tower_without_a_learning_rate_stays_as_it_is(

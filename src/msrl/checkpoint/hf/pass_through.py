@@ -18,7 +18,7 @@ from msrl.errors import MsrlError
 from msrl.models.families import rules_for
 from msrl.models.hf_config import read_hf_config
 from msrl.models.shape import Shape
-from msrl.models.vision.tensors import is_tower, published_names
+from msrl.models.vision.tensors import file_prefixes, is_tower, published_names
 
 FILE = "msrl_carried.safetensors"
 
@@ -90,7 +90,7 @@ def _folder_tensors(hf_dir: Path, shape: Shape) -> dict[str, StoredTensor]:
 
 
 def _missing_message(shape: Shape) -> str:
-    prefixes = shape.pass_through if shape.vision is None else (shape.vision.prefix,)
+    prefixes = shape.pass_through if shape.vision is None else file_prefixes(shape.vision)
     names = ", ".join(f"{prefix}*" for prefix in prefixes)
     return (
         f"{shape.architecture} also needs weights {names}. "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -10,15 +11,17 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from msrl.data.images.marks import IMAGE
 from msrl.data.images.sources import ImageFile, read_image, shown_name
 from msrl.errors import MsrlError
-from msrl.types import Conversation, Grid, Image, Ints, PlacedImage, RenderedExample
+from msrl.types import Conversation, Grid, Image, Ints, Message, PlacedImage, RenderedExample
 from msrl.vision.decoding import CheckedImage, check_images
 from msrl.vision.errors import ImageError
 from msrl.vision.settings import VisionSettings
 from msrl.vision.sizes import grid_of, image_tokens
 
 _MAX_KNOWN = 1 << 16  # images whose sizes a process remembers
+_OPEN_LINE = re.compile(f"{IMAGE}(?!\n)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +118,15 @@ def load_images(
         if file.path is not None:
             state = FileState(len(file.data), file.modified_ns, image.key)
             paths[str(file.path.absolute())] = state
+    if settings.vision.tile:
+        messages = tuple(_with_line_breaks(message) for message in conversation.messages)
+        conversation = replace(conversation, messages=messages)
     return replace(conversation, images=images)
+
+
+def _with_line_breaks(message: Message) -> Message:
+    """Return a message with a line break after each image, as the template of InternVL has it."""
+    return replace(message, content=_OPEN_LINE.sub(f"{IMAGE}\n", message.content))
 
 
 def image_sources(conversation: Conversation) -> list[Any]:

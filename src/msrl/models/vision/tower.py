@@ -1,9 +1,10 @@
-"""Vision towers of Qwen2-VL, Qwen2.5-VL and Qwen3-VL: their shape, as config.json describes it.
+"""Vision towers of Qwen2-VL, its successors and InternVL: their shape, as config.json describes it.
 
 A tower turns the patches of images into features of the language model's size, one for each
 square of `merge_size` x `merge_size` patches.
 
-Sources: `Qwen2VLVisionConfig`, `Qwen2_5_VLVisionConfig` and `Qwen3VLVisionConfig` of transformers.
+Sources: `Qwen2VLVisionConfig`, `Qwen2_5_VLVisionConfig`, `Qwen3VLVisionConfig`,
+`InternVLVisionConfig` and `InternVLConfig` of transformers.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import Any, Literal, cast
 
 from msrl.models.hf_config import MAX_LAYERS, HfConfig
 
-Kind = Literal["qwen2", "qwen2_5", "qwen3"]
+Kind = Literal["qwen2", "qwen2_5", "qwen3", "internvl"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +26,20 @@ class TrainedParts:
 
 
 _ACTIVATIONS = {"qwen2": "quick_gelu", "qwen2_5": "silu", "qwen3": "gelu_pytorch_tanh"}
+_MAX_SIDE = 4096  # of a tile, in pixels
+# Keys of InternVL's tower and projector with the only value that is supported.
+_INTERNVL = {
+    "hidden_act": "gelu",
+    "use_mask_token": False,
+    "use_absolute_position_embeddings": True,
+    "use_mean_pooling": True,
+}
+_INTERNVL_PROJECTOR = {
+    "downsample_ratio": 0.5,
+    "projector_hidden_act": "gelu",
+    "vision_feature_layer": -1,
+    "vision_feature_select_strategy": "default",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +47,8 @@ class Vision:
     """Shape of a vision tower.
 
     - `kind`: qwen2 has LayerNorms and a plain feed-forward block, qwen2_5 RMS norms and a gated
-      one. qwen3 is like qwen2 and has learned positions too.
+      one. qwen3 is like qwen2 and has learned positions too. internvl has tiles, learned positions
+      instead of rotary ones, and learned scales of the outputs of attention and feed-forward block.
     - `prefix`: prefix of the tensors in Hugging Face files.
     - `merge_size`: patches per side of the square that becomes one feature.
     - `window`, `full_layers`: features per side of an attention window, and the layers without
@@ -40,6 +56,13 @@ class Vision:
     - `num_positions`: entries of the square table of learned positions (qwen3).
     - `deepstack`: layers whose outputs also become features. Those of the i-th one are added to the
       image tokens after the i-th layer of the language model (arXiv:2406.04334).
+    - `tile`: patches per side of a tile. Images consist of tiles, whose patches attend to each
+      other and to a class token. 0: images have any size.
+    - `rms_norm`: norms of blocks are RMS norms without biases, with epsilon `norm_eps`.
+    - `qkv_bias`, `qk_norm`: biases of queries, keys and values, and RMS norms over all channels of
+      queries and keys.
+
+    The numbers of tokens other than `image_token_id` are None if config.json has none.
     """
 
     kind: Kind
@@ -55,13 +78,34 @@ class Vision:
     out_hidden_size: int
     rope_theta: float
     image_token_id: int
-    video_token_id: int
-    vision_start_token_id: int
-    vision_end_token_id: int
+    video_token_id: int | None = None
+    vision_start_token_id: int | None = None
+    vision_end_token_id: int | None = None
     window: int | None = None
     full_layers: tuple[int, ...] = ()
     num_positions: int = 0
     deepstack: tuple[int, ...] = ()
+    tile: int = 0
+    rms_norm: bool = False
+    norm_eps: float = 1e-6
+    qkv_bias: bool = True
+    qk_norm: bool = False
+
+    @property
+    def has_patch_bias(self) -> bool:
+        """True if the projection of patches has a bias."""
+        return self.kind in ("qwen3", "internvl")
+
+    @property
+    def patch_shape(self) -> tuple[int, ...]:
+        """Shape of a patch: channels, frames unless images have only one, and pixels."""
+        frames = () if self.tile else (self.temporal_patch_size,)
+        return (self.in_channels, *frames, self.patch_size, self.patch_size)
+
+    @property
+    def projector_size(self) -> int:
+        """Outputs of the first linear layer of the projector."""
+        return self.out_hidden_size if self.tile else self.merged_size
 
     @property
     def patch_elements(self) -> int:
@@ -91,10 +135,7 @@ def read_vision(
     Raises:
         MsrlError: A value is invalid or not supported.
     """
-    section: object = config.values.get("vision_config") or {}
-    if not isinstance(section, dict):
-        config.fail("vision_config", "must be a mapping")
-    tower = HfConfig(cast("dict[str, Any]", section), f"{config.where}: vision_config")
+    tower = _section(config)
     tower.refuse("hidden_act", _ACTIVATIONS[kind])
     size_key = "embed_dim" if kind == "qwen2" else "hidden_size"
     hidden = tower.count(size_key, {"qwen2": 1280, "qwen2_5": 3584, "qwen3": 1152}[kind])
@@ -118,6 +159,7 @@ def read_vision(
     )
     _check_sizes(tower, vision, size_key, out_hidden_size)
     if kind == "qwen2_5":
+        vision = replace(vision, rms_norm=True)
         window = tower.count("window_size", 112) // vision.merge_size // vision.patch_size
         if not window:
             tower.fail("window_size", "is smaller than the pixels of one feature")
@@ -131,6 +173,71 @@ def read_vision(
         deepstack = _layers(tower, "deepstack_visual_indexes", (8, 16, 24), vision.depth)
         return replace(vision, num_positions=positions, deepstack=deepstack)
     return vision
+
+
+def read_tiled_vision(config: HfConfig, out_hidden_size: int) -> Vision:
+    """Return the tower of InternVL, whose language model has `out_hidden_size`.
+
+    Raises:
+        MsrlError: A value is invalid or not supported.
+    """
+    tower = _section(config)
+    for key, value in _INTERNVL.items():
+        tower.refuse(key, value)
+    tower.refuse("norm_type", "layer_norm", "rms_norm")
+    for key, value in _INTERNVL_PROJECTOR.items():
+        config.refuse(key, value)
+    patch = _square(tower, "patch_size", 14)
+    side = _square(tower, "image_size", 448)
+    tile = side // patch
+    if side % (2 * patch):
+        tower.fail("image_size", f"must be a multiple of {2 * patch}, the pixels of a feature")
+    vision = Vision(
+        kind="internvl",
+        prefix="vision_tower.",
+        depth=tower.count("num_hidden_layers", 24),
+        hidden_size=tower.count("hidden_size", 1024),
+        ffn_hidden_size=tower.count("intermediate_size", 4096),
+        num_heads=tower.count("num_attention_heads", 16),
+        patch_size=patch,
+        temporal_patch_size=1,
+        merge_size=2,
+        in_channels=tower.count("num_channels", 3),
+        out_hidden_size=out_hidden_size,
+        rope_theta=1.0,
+        image_token_id=_token(config, "image_token_id", 151667),
+        tile=tile,
+        rms_norm=tower.values.get("norm_type") == "rms_norm",
+        norm_eps=tower.positive("layer_norm_eps", 1e-6),
+        qkv_bias=tower.flag("attention_bias", False),
+        qk_norm=tower.flag("use_qk_norm", False),
+    )
+    if config.count("image_seq_length", 256) != (tile // 2) ** 2:
+        config.fail("image_seq_length", f"must be {(tile // 2) ** 2}, the features of a tile")
+    if vision.depth > MAX_LAYERS:
+        tower.fail("num_hidden_layers", f"exceeds the limit of {MAX_LAYERS}. Restore the file")
+    if vision.hidden_size % vision.num_heads:
+        tower.fail("hidden_size", f"must be a multiple of num_attention_heads={vision.num_heads}")
+    return vision
+
+
+def _section(config: HfConfig) -> HfConfig:
+    section: object = config.values.get("vision_config") or {}
+    if not isinstance(section, dict):
+        config.fail("vision_config", "must be a mapping")
+    return HfConfig(cast("dict[str, Any]", section), f"{config.where}: vision_config")
+
+
+def _square(tower: HfConfig, key: str, default: int) -> int:
+    """Return the side of a square, which configs name once or twice."""
+    value: object = tower.values.get(key)
+    value = default if value is None else value
+    sides = [*cast("list[object]", value)] if isinstance(value, list | tuple) else [value]
+    side = sides[0] if sides else None
+    is_square = all(other == side for other in sides) and len(sides) < 3
+    if type(side) is not int or not 0 < side <= _MAX_SIDE or not is_square:
+        tower.fail(key, f"must be one number of pixels from 1 to {_MAX_SIDE}, or twice the same")
+    return side
 
 
 def _ffn_hidden_size(tower: HfConfig, kind: Kind, hidden: int) -> int:

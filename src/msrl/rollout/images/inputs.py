@@ -4,7 +4,7 @@ vLLM takes the token ids, pixels and places of a rendered input (`MultiModalInpu
 `vllm/inputs/engine.py`) as they are: its processor, its tokenizer and its expansion of image tokens
 do not run, so the engine reads the tokens and pixels that are trained.
 
-Letters: N patches of an image, e elements of a patch.
+Letters: N patches of an image, e elements of a patch, T tiles, C channels, H and W sides of a tile.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from msrl.rollout.engine import EngineImages
 from msrl.types import Image, Ints, PlacedImage
-from msrl.vision.pixels import cut_patches, decode_image, patches_of
+from msrl.vision.pixels import cut_patches, decode_image, normalize, patches_of
 from msrl.vision.sizes import image_tokens
 
 if TYPE_CHECKING:
@@ -66,8 +66,12 @@ class ImageInputs:
         if image in self._items:
             self._items.move_to_end(image)
             return self._items[image][0]
-        patches = self._patches(image)
-        item, size = _as_item(image, patches), patches.nbytes
+        if self._vision.tile:
+            pixels = self._tiles(image)
+            item, size = _as_tiled_item(pixels, self._vision.image_token_id), pixels.nbytes
+        else:
+            pixels = self._patches(image)
+            item, size = _as_item(image, pixels), pixels.nbytes
         self._items[image.without_file()] = item, size
         self._num_bytes += size
         while self._num_bytes > self._cache_bytes and len(self._items) > 1:
@@ -80,6 +84,14 @@ class ImageInputs:
         pixels = decode_image(image.data, self._vision, image.grid)
         cut = patches_of if self._is_normalized else cut_patches
         return torch.from_numpy(cut(pixels, self._vision))
+
+    def _tiles(self, image: Image) -> Tensor:  # [T, C, H, W] float32
+        """Return the normalized tiles of an image: vLLM does not normalize them itself."""
+        import torch
+
+        side = self._vision.tile
+        pixels = normalize(decode_image(image.data, self._vision, image.grid), self._vision)
+        return torch.from_numpy(pixels.reshape(-1, side, side, 3)).permute(0, 3, 1, 2).contiguous()
 
 
 def run_rendered(
@@ -121,6 +133,25 @@ def _as_item(image: Image, patches: Tensor) -> Any:
             "image", torch.tensor([len(patches)])
         ),
         "image_grid_thw": MultiModalFieldConfig.batched("image", keep_on_cpu=True),
+    }
+    return MultiModalKwargsItems.from_hf_inputs(values, fields)["image"][0]
+
+
+def _as_tiled_item(tiles: Tensor, image_token_id: int) -> Any:
+    """Return the fields that vLLM's class of InternVL (`InternS1...`) reads of one image."""
+    import torch
+    from vllm.multimodal.inputs import MultiModalFieldConfig, MultiModalKwargsItems
+
+    count = torch.tensor([len(tiles)])
+    values: Any = {
+        "pixel_values": tiles,
+        "image_num_patches": count,
+        "image_token_id": torch.tensor(image_token_id),
+    }
+    fields: Any = {
+        "pixel_values": MultiModalFieldConfig.flat_from_sizes("image", count),
+        "image_num_patches": MultiModalFieldConfig.batched("image", keep_on_cpu=True),
+        "image_token_id": MultiModalFieldConfig.shared("image", 1, keep_on_cpu=True),
     }
     return MultiModalKwargsItems.from_hf_inputs(values, fields)["image"][0]
 

@@ -1,6 +1,6 @@
 """Vision-language classes of vLLM where torchvision is not installed (vLLM 0.23 to 0.32).
 
-vLLM's classes of Qwen2-VL and its successors import processors of transformers, and two of these
+vLLM's classes of Qwen2-VL, its successors and InternVL import processors of transformers, and these
 modules import functions of torchvision whether they call them or not. On CPU, often only a build of
 torchvision for other devices is at hand, which does not load. msrl computes pixels itself, and
 transformers resizes images with Pillow where torchvision is missing, so nothing needs these
@@ -30,13 +30,20 @@ _FUNCTIONS = "torchvision.transforms.v2.functional"
 # They import torchvision's functions only if it is installed.
 _BASES = ("transformers.image_processing_backends", "transformers.video_processing_utils")
 _AUTO = f"{_PACKAGE}.auto.video_processing_auto"
+# Models with processors of images, of which there is one with Pillow
+_IMAGES = {"qwen2_vl": "Qwen2VLImageProcessor", "got_ocr2": "GotOcr2ImageProcessor"}
 # Modules with processors of videos, and the config classes of their models (transformers 5.16 to
 # 5.19). The last one of the list is the oldest model's, from which the others import.
 _VIDEOS = {
+    "internvl": ("InternVLConfig",),
     "qwen3_vl": ("Qwen3VLConfig", "Qwen3VLMoeConfig", "Qwen3_5Config", "Qwen3_5MoeConfig"),
     "qwen2_vl": ("Qwen2VLConfig", "Qwen2_5_VLConfig"),
 }
-_CLASSES = {"qwen3_vl": "Qwen3VLVideoProcessor", "qwen2_vl": "Qwen2VLVideoProcessor"}
+_CLASSES = {
+    "internvl": "InternVLVideoProcessor",
+    "qwen3_vl": "Qwen3VLVideoProcessor",
+    "qwen2_vl": "Qwen2VLVideoProcessor",
+}
 
 
 class _Absent(ModuleType):
@@ -82,16 +89,21 @@ def _import_processors() -> None:
     for name in _BASES:
         importlib.import_module(name)
     with _stand_ins():
-        _publish("qwen2_vl", "image_processing_qwen2_vl")
+        for model in _IMAGES:
+            _publish(model, f"image_processing_{model}")
         for model in _VIDEOS:
             _publish(model, f"video_processing_{model}", _CLASSES[model])
-    _publish("qwen2_vl", "image_processing_pil_qwen2_vl", "Qwen2VLImageProcessorPil")
-    models: Any = importlib.import_module(f"{_PACKAGE}.qwen2_vl")
-    models.Qwen2VLImageProcessor = models.Qwen2VLImageProcessorPil
+    for model, name in _IMAGES.items():
+        _publish(model, f"image_processing_pil_{model}", f"{name}Pil")
+        package: Any = importlib.import_module(f"{_PACKAGE}.{model}")
+        setattr(package, name, getattr(package, f"{name}Pil"))
     # `ProcessorMixin` looks the base classes of its parts up here.
     transformers: Any = importlib.import_module("transformers.processing_utils").transformers_module
     transformers.VideoProcessorMixin = importlib.import_module(_BASES[1]).VideoProcessorMixin
     auto: Any = importlib.import_module(_AUTO).AutoVideoProcessor
+    # It has imported a placeholder, which its class of InternVL uses.
+    loader: Any = importlib.import_module("vllm.transformers_utils.processor")
+    loader.AutoVideoProcessor = auto
     for model, configs in _VIDEOS.items():
         processor = getattr(importlib.import_module(f"{_PACKAGE}.{model}"), _CLASSES[model])
         for config in (getattr(transformers, name, None) for name in configs):

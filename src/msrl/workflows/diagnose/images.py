@@ -52,9 +52,15 @@ class ImageProbe:
 
 
 def image_probe(shape: Shape, folder: Path) -> ImageProbe | None:
-    """Return a sequence with an image; None without a vision tower or an image processor."""
+    """Return a sequence with an image; None without a vision tower or an image processor.
+
+    Images that consist of tiles are not compared either.
+    """
     vision = shape.vision
     if vision is None or vision.image_token_id >= shape.vocab_size:
+        return None
+    if vision.tile:
+        print_note("images are not compared: those of this model consist of tiles")
         return None
     try:
         settings = read_vision_settings(folder)
@@ -94,7 +100,9 @@ def _probe(vision: Vision, num_words: int, data: bytes, settings: VisionSettings
     words = [word for word in range(min(num_words, 100)) if word not in special]
     before, after = words[: _WORDS[0]], words[_WORDS[0] : sum(_WORDS)]
     middle = [vision.image_token_id] * image_tokens(grid, settings.merge_size)
-    ids = [*before, vision.vision_start_token_id, *middle, vision.vision_end_token_id, *after]
+    start, end = vision.vision_start_token_id, vision.vision_end_token_id
+    assert start is not None and end is not None, "only towers with tiles lack them"
+    ids = [*before, start, *middle, end, *after]
     placed = PlacedImage(len(before) + 1, Image("0" * 64, grid, data))
     return ImageProbe(np.array(ids, np.int64), placed, settings)
 
@@ -110,6 +118,7 @@ def rank_stages(tower: nn.Module, loader: ImageLoader, probe: ImageProbe) -> dic
         patches = loader.load([image])
         stages = _tower_stages(tower, patches, lambda: tower(patches, [image.grid]))
     positions = find_image_tokens(probe.batch, loader.vision).positions
+    assert positions is not None, "only image tokens of tiles have the positions of text"
     return stages | {POSITIONS: positions.T.astype(np.float32)}
 
 

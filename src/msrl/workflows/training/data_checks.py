@@ -23,7 +23,7 @@ from msrl.workflows.training.integrity import SHOWN_BYTES
 
 # Commands that read the images of data
 _READS_IMAGES = frozenset({"train-sft", "train-dpo", "train-grpo", "eval"})
-_FREE_IMAGE_SETTINGS = ("min_pixels", "max_pixels")
+_FREE_IMAGE_SETTINGS = ("min_pixels", "max_pixels", "min_tiles", "max_tiles")
 
 
 def check_data(manifest: DatasetManifest | None, plan: RunPlan, prefix: str) -> None:

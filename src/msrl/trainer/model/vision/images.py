@@ -6,7 +6,6 @@ features of all different images, c channels.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,11 +14,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from msrl.algorithms.image_positions import image_positions, merged_grid
+from msrl.algorithms.image_positions import image_positions
 from msrl.errors import MsrlError
 from msrl.models.vision.tower import Vision
 from msrl.trainer.model.vision.features import ImageLoader
 from msrl.types import Image, Ints, MicroBatch
+from msrl.vision.sizes import image_tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +28,7 @@ class ImageTokens:
 
     images: tuple[Image, ...]
     features: Ints  # [N], number of each token's feature; -1 for other tokens
-    positions: Ints  # [3, N]
+    positions: Ints | None  # [3, N]; None if image tokens have the positions of text
 
     def identities(self, token_ids: Ints) -> Ints:  # [N] -> [N]
         """Return numbers that are equal only where both tokens and images are."""
@@ -44,7 +44,7 @@ def find_image_tokens(batch: MicroBatch, vision: Vision) -> ImageTokens:
     features = np.full(len(batch.token_ids), -1)
     first, total = dict[Image, int](), 0
     for placed in batch.images:
-        size = math.prod(merged_grid(placed.image.grid, vision.merge_size))
+        size = image_tokens(placed.image.grid, vision.merge_size)
         if placed.image not in first:
             first[placed.image] = total
             total += size
@@ -56,7 +56,9 @@ def find_image_tokens(batch: MicroBatch, vision: Vision) -> ImageTokens:
                 "tokens there. Preprocess the data again for this model."
             )
         features[tokens] = first[placed.image] + np.arange(size)
-    positions = image_positions(batch.cu_seqlens, batch.images, vision.merge_size)
+    positions = None
+    if not vision.tile:
+        positions = image_positions(batch.cu_seqlens, batch.images, vision.merge_size)
     return ImageTokens(tuple(first), features, positions)
 
 

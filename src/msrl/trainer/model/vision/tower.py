@@ -1,10 +1,10 @@
-"""Vision tower of Qwen2-VL, Qwen2.5-VL and Qwen3-VL, from patches to features.
+"""Vision tower of Qwen2-VL, its successors and InternVL, from patches to features.
 
 Its parameters have the names of the Hugging Face files. It is replicated on the tensor-parallel
 ranks, so it consists of plain torch modules.
 
 Letters: P patches of all images, F features, c channels of the tower, h heads, d head size, p
-elements of a patch, s side of the table of learned positions.
+elements of a patch, s side of the table of learned positions, T tiles.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from msrl.models.vision.tensors import feed_forward_names, merger_names
+from msrl.models.vision.tensors import position_shape, tower_names
 from msrl.models.vision.tower import Vision
 from msrl.trainer.model.attention import upcast
 from msrl.trainer.model.packed import Rotation, equal_runs
@@ -27,72 +27,67 @@ from msrl.trainer.model.rope import rotate
 from msrl.types import Grid
 
 _EPS = 1e-6
+_PROJECTOR_EPS = 1e-5  # of InternVL, torch's default
 _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "qwen2": lambda x: x * torch.sigmoid(1.702 * x),
     "qwen3": partial(F.gelu, approximate="tanh"),
+    "internvl": F.gelu,
 }
+
+
+def _add(parent: nn.Module, name: str, module: nn.Module) -> None:
+    """Add a module below a name with dots."""
+    *path, last = name.split(".")
+    for step in path:
+        if step not in dict(parent.named_children()):
+            parent.add_module(step, nn.Module())
+        parent = parent.get_submodule(step)
+    parent.add_module(last, module)
 
 
 class _Linear(nn.Module):
     """Linear layer whose weights are loaded, not initialized."""
 
-    def __init__(self, inputs: int, outputs: int, dtype: torch.dtype) -> None:
+    def __init__(
+        self, inputs: int, outputs: int, dtype: torch.dtype, *, has_bias: bool = True
+    ) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(outputs, inputs, dtype=dtype))
-        self.bias = nn.Parameter(torch.empty(outputs, dtype=dtype))
+        bias = nn.Parameter(torch.empty(outputs, dtype=dtype)) if has_bias else None
+        self.register_parameter("bias", bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.weight, self.bias)
+        return F.linear(x, self.weight, cast("Tensor | None", self.bias))
 
 
 class _Norm(nn.Module):
     """RMS norm, or LayerNorm with a bias."""
 
-    def __init__(self, size: int, dtype: torch.dtype, *, has_bias: bool) -> None:
+    def __init__(self, size: int, dtype: torch.dtype, *, has_bias: bool, eps: float = _EPS) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(size, dtype=dtype))
         bias = nn.Parameter(torch.empty(size, dtype=dtype)) if has_bias else None
         self.register_parameter("bias", bias)
+        self._eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
         size = self.weight.shape
         if self.bias is None:
-            return F.rms_norm(x, size, self.weight, _EPS)
-        return F.layer_norm(x, size, self.weight, cast("Tensor", self.bias), _EPS)
+            return F.rms_norm(x, size, self.weight, self._eps)
+        return F.layer_norm(x, size, self.weight, cast("Tensor", self.bias), self._eps)
 
 
 @dataclass(frozen=True, slots=True)
 class _Places:
     """Where the patches are: rotation by row and column, and blocks that attend to themselves.
 
-    Blocks are neighbors; runs of blocks of equal size are computed together.
+    Blocks are neighbors; runs of blocks of equal size are computed together. Towers with tiles
+    rotate nothing.
     """
 
-    rotation: Rotation
+    rotation: Rotation | None
     images: list[tuple[int, int]]  # runs of (patches, count)
     windows: list[tuple[int, int]]
-
-
-class _Attention(nn.Module):
-    """Attention in both directions within blocks of patches."""
-
-    def __init__(self, vision: Vision, dtype: torch.dtype) -> None:
-        super().__init__()
-        c = vision.hidden_size
-        self._num_heads = vision.num_heads
-        self.qkv = _Linear(c, 3 * c, dtype)
-        self.proj = _Linear(c, c, dtype)
-
-    def forward(self, x: Tensor, rotation: Rotation, runs: Sequence[tuple[int, int]]) -> Tensor:
-        query, key, value = self.qkv(x).unflatten(1, (3, self._num_heads, -1)).unbind(1)
-        query, key = (
-            rotate(part.float().unsqueeze(1), rotation).squeeze(1).to(part.dtype)
-            for part in (query, key)
-        )
-        sizes = [length * count for length, count in runs]
-        parts = zip(runs, *(part.split(sizes) for part in (query, key, value)), strict=True)
-        mixed = [_attend(q, k, v, count) for (_, count), q, k, v in parts]
-        return self.proj(torch.cat(mixed).flatten(1))
 
 
 def _attend(query: Tensor, key: Tensor, value: Tensor, count: int) -> Tensor:  # [P, h, d] each
@@ -105,37 +100,68 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, count: int) -> Tensor:  #
     return mixed.transpose(1, 2).flatten(0, 1).to(query.dtype)
 
 
-class _FeedForward(nn.Module):
-    """Two linear layers with an activation between them, or a gated block."""
+class _Block(nn.Module):
+    """Attention in both directions within blocks of patches, and a feed-forward block."""
 
     def __init__(self, vision: Vision, dtype: torch.dtype) -> None:
         super().__init__()
-        c, ffn = vision.hidden_size, vision.ffn_hidden_size
-        self._kind, self._names = vision.kind, feed_forward_names(vision.kind)
-        for name in self._names[:-1]:
-            self.add_module(name, _Linear(c, ffn, dtype))
-        self.add_module(self._names[-1], _Linear(ffn, c, dtype))
+        c, ffn, names = vision.hidden_size, vision.ffn_hidden_size, tower_names(vision.kind)
+        self._vision, self._names = vision, names
+        for name in names.norms:
+            _add(self, name, _Norm(c, dtype, has_bias=not vision.rms_norm, eps=vision.norm_eps))
+        for name in names.qkv:
+            outputs = 3 * c // len(names.qkv)
+            _add(self, name, _Linear(c, outputs, dtype, has_bias=vision.qkv_bias))
+        for name in names.qk_norms if vision.qk_norm else ():
+            _add(self, name, _Norm(c, dtype, has_bias=False))
+        _add(self, names.attention_output, _Linear(c, c, dtype))
+        for name in names.scales:
+            self.register_parameter(name, nn.Parameter(torch.empty(c, dtype=dtype)))
+        *inner, last = names.feed_forward
+        for name in inner:
+            _add(self, name, _Linear(c, ffn, dtype))
+        _add(self, last, _Linear(ffn, c, dtype))
 
-    def forward(self, x: Tensor) -> Tensor:
-        *inner, last = (getattr(self, name) for name in self._names)
+    def forward(
+        self, x: Tensor, rotation: Rotation | None, runs: Sequence[tuple[int, int]]
+    ) -> Tensor:
+        before, after = self._names.norms
+        x = x + self._scaled(0, self._mix(self._run(before, x), rotation, runs))
+        return x + self._scaled(1, self._feed_forward(self._run(after, x)))
+
+    def _run(self, name: str, x: Tensor) -> Tensor:
+        return self.get_submodule(name)(x)
+
+    def _scaled(self, part: int, output: Tensor) -> Tensor:
+        """Return the output of attention or feed-forward block, times its scale if it has one."""
+        names = self._names.scales
+        return output * self.get_parameter(names[part]) if names else output
+
+    def _mix(self, x: Tensor, rotation: Rotation | None, runs: Sequence[tuple[int, int]]) -> Tensor:
+        """Return the output of the attention."""
+        names, heads = self._names, self._vision.num_heads
+        outputs = [self._run(name, x) for name in names.qkv]
+        query, key, value = outputs if len(outputs) > 1 else outputs[0].chunk(3, 1)
+        if self._vision.qk_norm:
+            query, key = map(self._run, names.qk_norms, (query, key))
+        query, key, value = (part.unflatten(1, (heads, -1)) for part in (query, key, value))
+        if rotation is not None:
+            query, key = (
+                rotate(part.float().unsqueeze(1), rotation).squeeze(1).to(part.dtype)
+                for part in (query, key)
+            )
+        sizes = [length * count for length, count in runs]
+        parts = zip(runs, *(part.split(sizes) for part in (query, key, value)), strict=True)
+        mixed = [_attend(q, k, v, count) for (_, count), q, k, v in parts]
+        return self._run(names.attention_output, torch.cat(mixed).flatten(1))
+
+    def _feed_forward(self, x: Tensor) -> Tensor:
+        """Return two linear layers with an activation between them, or a gated block."""
+        *inner, last = self._names.feed_forward
         if len(inner) == 2:
             gate, up = inner
-            return last(F.silu(gate(x)) * up(x))
-        return last(_ACTIVATIONS[self._kind](inner[0](x)))
-
-
-class _Block(nn.Module):
-    def __init__(self, vision: Vision, dtype: torch.dtype) -> None:
-        super().__init__()
-        c, has_bias = vision.hidden_size, vision.kind != "qwen2_5"
-        self.norm1 = _Norm(c, dtype, has_bias=has_bias)
-        self.norm2 = _Norm(c, dtype, has_bias=has_bias)
-        self.attn = _Attention(vision, dtype)
-        self.mlp = _FeedForward(vision, dtype)
-
-    def forward(self, x: Tensor, rotation: Rotation, runs: Sequence[tuple[int, int]]) -> Tensor:
-        x = x + self.attn(self.norm1(x), rotation, runs)
-        return x + self.mlp(self.norm2(x))
+            return self._run(last, F.silu(self._run(gate, x)) * self._run(up, x))
+        return self._run(last, _ACTIVATIONS[self._vision.kind](self._run(inner[0], x)))
 
 
 class _Merger(nn.Module):
@@ -152,19 +178,15 @@ class _Merger(nn.Module):
         norms_square: bool = False,
     ) -> None:
         super().__init__()
-        merged = vision.merged_size
+        merged, inner = vision.merged_size, vision.projector_size
         self._merged, self._norms_square = merged, norms_square
-        norm, first, second = merger_names(vision.kind)
+        self._names = norm, first, second = tower_names(vision.kind).merger
         size = merged if norms_square else vision.hidden_size
-        has_bias = vision.kind != "qwen2_5"
-        self.add_module(norm, _Norm(size, dtype, has_bias=has_bias))
-        linears = _Linear(merged, merged, dtype), _Linear(merged, vision.out_hidden_size, dtype)
-        if "." not in first:
-            self.add_module(first, linears[0])
-            self.add_module(second, linears[1])
-        else:  # mlp.0 and mlp.2
-            self.add_module("mlp", nn.ModuleDict({"0": linears[0], "2": linears[1]}))
-        self._names = norm, first, second
+        has_bias = vision.tile > 0 or not vision.rms_norm
+        eps = _PROJECTOR_EPS if vision.tile else _EPS
+        _add(self, norm, _Norm(size, dtype, has_bias=has_bias, eps=eps))
+        _add(self, first, _Linear(merged, inner, dtype))
+        _add(self, second, _Linear(inner, vision.out_hidden_size, dtype))
 
     def forward(self, x: Tensor) -> Tensor:  # [P, c] -> [F, out]
         norm, first, second = (self.get_submodule(name) for name in self._names)
@@ -178,12 +200,9 @@ class _PatchProjection(nn.Module):
 
     def __init__(self, vision: Vision, dtype: torch.dtype) -> None:
         super().__init__()
-        size = (vision.temporal_patch_size, vision.patch_size, vision.patch_size)
-        shape = vision.hidden_size, vision.in_channels, *size
+        shape = vision.hidden_size, *vision.patch_shape
         self.weight = nn.Parameter(torch.empty(shape, dtype=dtype))
-        bias = None
-        if vision.kind == "qwen3":
-            bias = nn.Parameter(torch.empty(shape[0], dtype=dtype))
+        bias = nn.Parameter(torch.empty(shape[0], dtype=dtype)) if vision.has_patch_bias else None
         self.register_parameter("bias", bias)
 
     def forward(self, patches: Tensor) -> Tensor:  # [P, p] -> [P, c]
@@ -199,8 +218,7 @@ class _LearnedPositions(nn.Module):
 
     def __init__(self, vision: Vision, dtype: torch.dtype) -> None:
         super().__init__()
-        shape = vision.num_positions, vision.hidden_size
-        self.weight = nn.Parameter(torch.empty(shape, dtype=dtype))
+        self.weight = nn.Parameter(torch.empty(position_shape(vision), dtype=dtype))
         self._side = int(vision.num_positions**0.5)
 
     def forward(self, grid: Grid) -> Tensor:  # [rows, columns, c]
@@ -222,6 +240,27 @@ def _interpolation(size: int, side: int) -> Tensor:  # [size, side]
     return (1 - distances.abs()).clamp(min=0)
 
 
+class _Tiles(nn.Module):
+    """Class token, projection of patches and learned positions of a tower with tiles."""
+
+    def __init__(self, vision: Vision, dtype: torch.dtype) -> None:
+        super().__init__()
+        self._vision = vision
+        self.cls_token = nn.Parameter(torch.empty(1, 1, vision.hidden_size, dtype=dtype))
+        self.position_embeddings = nn.Parameter(torch.empty(position_shape(vision), dtype=dtype))
+        _add(self, "patch_embeddings.projection", _PatchProjection(vision, dtype))
+
+    def forward(self, patches: Tensor) -> Tensor:  # [P, p] -> [P + T, c]
+        """Return each tile's class token, and its patches in squares."""
+        tile, merge = self._vision.tile, self._vision.merge_size
+        x = self.get_submodule("patch_embeddings.projection")(patches)
+        tiles = x.unflatten(0, (-1, tile**2))
+        first, table = self.position_embeddings[0].split((1, tile**2))
+        tiles = tiles + _in_squares(table.unflatten(0, (tile, tile)), merge)
+        token = (self.cls_token[0] + first).expand(len(tiles), 1, -1)
+        return torch.cat((token, tiles), 1).flatten(0, 1)
+
+
 class VisionTower(nn.Module):
     """Vision tower without weights, which are loaded.
 
@@ -236,12 +275,16 @@ class VisionTower(nn.Module):
         recomputes: bool = False,
     ) -> None:
         super().__init__()
-        self.vision, self._recomputes = vision, recomputes
-        self.patch_embed = nn.ModuleDict({"proj": _PatchProjection(vision, dtype)})
+        names = tower_names(vision.kind)
+        self.vision, self._recomputes, self._names = vision, recomputes, names
+        if vision.tile:
+            self.embeddings = _Tiles(vision, dtype)
+        else:
+            _add(self, names.patches, _PatchProjection(vision, dtype))
         if vision.kind == "qwen3":
             self.pos_embed = _LearnedPositions(vision, dtype)
-        self.blocks = nn.ModuleList(_Block(vision, dtype) for _ in range(vision.depth))
-        self.merger = _Merger(vision, dtype)
+        _add(self, names.blocks, nn.ModuleList(_Block(vision, dtype) for _ in range(vision.depth)))
+        _add(self, names.projector, _Merger(vision, dtype, norms_square=vision.tile > 0))
         if vision.deepstack:
             self.deepstack_merger_list = nn.ModuleList(
                 _Merger(vision, dtype, norms_square=True) for _ in vision.deepstack
@@ -253,25 +296,40 @@ class VisionTower(nn.Module):
         grids: Sequence[Grid],
     ) -> tuple[Tensor, ...]:  # [F, out] each
         """Return the features of the images, and those of each layer of `deepstack`."""
-        vision, x = self.vision, self.patch_embed["proj"](patches)
-        if vision.kind == "qwen3":
-            x = x + torch.cat([_in_squares(self.pos_embed(g), vision.merge_size) for g in grids])
+        vision, x = self.vision, self._embed(patches, grids)
         order, places = _place(grids, vision, x.device)
         if order is not None:
             x = _reorder(x, order)
         deeper: list[Tensor] = []
-        for number, block in enumerate(self.blocks):
+        blocks = cast("nn.ModuleList", self.get_submodule(self._names.blocks))
+        for number, block in enumerate(blocks):
             is_full = vision.window is None or number in vision.full_layers
             runs = places.images if is_full else places.windows
             x = self._run(block, x, places.rotation, runs)
             if number in vision.deepstack:
                 merger = self.deepstack_merger_list[vision.deepstack.index(number)]
                 deeper.append(merger(x))
-        features = self.merger(x)
+        if vision.tile:
+            x = x.unflatten(0, (-1, 1 + vision.tile**2))[:, 1:].flatten(0, 1)
+        features = self.get_submodule(self._names.projector)(x)
         return (features if order is None else features[order.argsort()], *deeper)
 
+    def _embed(self, patches: Tensor, grids: Sequence[Grid]) -> Tensor:
+        """Return the projected patches, with learned positions if there are some."""
+        vision = self.vision
+        if vision.tile:
+            return self.embeddings(patches)
+        x = self.get_submodule(self._names.patches)(patches)
+        if vision.kind == "qwen3":
+            x = x + torch.cat([_in_squares(self.pos_embed(g), vision.merge_size) for g in grids])
+        return x
+
     def _run(
-        self, block: nn.Module, x: Tensor, rotation: Rotation, runs: Sequence[tuple[int, int]]
+        self,
+        block: nn.Module,
+        x: Tensor,
+        rotation: Rotation | None,
+        runs: Sequence[tuple[int, int]],
     ) -> Tensor:
         if self._recomputes and torch.is_grad_enabled():
             return cast("Any", checkpoint(block, x, rotation, runs, use_reentrant=False))
@@ -297,6 +355,8 @@ def _place(
 
     The order is None without windows.
     """
+    if vision.tile:
+        return None, _Places(None, [(1 + vision.tile**2, sum(tiles for tiles, _, _ in grids))], [])
     assert all(frames == 1 for frames, _, _ in grids), "videos are not supported"
     positions = torch.cat([_positions(grid, vision.merge_size) for grid in grids])  # [P, 2]
     images = equal_runs([rows * columns for _, rows, columns in grids])
