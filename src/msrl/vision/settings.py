@@ -160,7 +160,7 @@ def from_json(values: Mapping[str, Any]) -> VisionSettings:
     """
     try:
         # Data of models without tiles may lack their settings.
-        known = {"tile": 0, "min_tiles": 0, "max_tiles": 0} | dict(values)
+        known: dict[str, Any] = {"tile": 0, "min_tiles": 0, "max_tiles": 0, **values}
         read = {field.name: known[field.name] for field in fields(VisionSettings)}
         for name, value in read.items():
             if name in ("image_mean", "image_std"):
