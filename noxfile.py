@@ -87,6 +87,13 @@ def laptop(session: nox.Session) -> None:
 
 
 @nox.session
+def vision(session: nox.Session) -> None:
+    """Train a small random vision-language model to count shapes: `-- [--seed N]`."""
+    install(session, "cpu,dev")
+    run_example(session, "examples/vision/run.py", *session.posargs)
+
+
+@nox.session
 def tests(session: nox.Session) -> None:
     """Run all tests except the full tables."""
     run_tests(session, "-m", "not full", "--session-timeout=3600")

@@ -135,7 +135,7 @@ def reference_stages(model: Any, probe: ImageProbe, folder: Path) -> dict[str, F
     patches = _reference_patches(probe, folder)
     with torch.inference_mode():
         stages = _tower_stages(tower, patches, lambda: tower(patches, grid_thw=grids))
-    return stages | _reference_positions(model, probe, grids)
+    return {**stages, **_reference_positions(model, probe, grids)}
 
 
 def _tower_stages(
