@@ -18,6 +18,7 @@ import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -111,15 +112,15 @@ def run(runner: Runner) -> dict[str, float]:
     return accuracies
 
 
-def remove_previous_run(folder: Path) -> None:
-    """Remove the folder of a previous quickstart; exit with code 2 if it has any other files."""
+def remove_previous_run(folder: Path, known: Collection[str] = KNOWN_FILES) -> None:
+    """Remove the folder of a previous run; exit with code 2 if it has other files than `known`."""
     if not folder.exists():
         return
     names = {path.name for path in folder.iterdir()} if folder.is_dir() else {folder.name}
-    is_known = all(name in KNOWN_FILES or name.startswith("answers_") for name in names)
-    is_quickstart = is_known and (folder / "inputs/heldout.jsonl").is_file()
-    if not is_quickstart and not names <= {PARTIAL}:
-        problem = "has files that do not belong to a previous quickstart"
+    is_known = all(name in known or name.startswith("answers_") for name in names)
+    is_previous = is_known and (folder / "inputs/heldout.jsonl").is_file()
+    if not is_previous and not names <= {PARTIAL}:
+        problem = "has files that do not belong to a previous run"
         remedy = "Remove it or specify another folder."
         print(f"--out {folder}: {problem}. {remedy}", file=sys.stderr)
         sys.exit(2)

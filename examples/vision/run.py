@@ -14,20 +14,20 @@ import argparse
 import base64
 import html
 import json
-import shutil
 import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from shapes import make_inputs
+
+from msrl.rewards.verifiers.exact_match import score
+
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent / "quickstart"))
 
-from run import Runner, read_rows  # noqa: E402  # pyright: ignore
-from shapes import make_inputs  # noqa: E402
-
-from msrl.rewards.verifiers.exact_match import score  # noqa: E402
+from run import Runner, read_rows, remove_previous_run  # noqa: E402  # pyright: ignore
 
 MODELS = {
     "before": "inputs/model",
@@ -73,7 +73,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0, help=seed)
     arguments = parser.parse_args()
     runner, started = VisionRunner(arguments.out, arguments.seed), time.perf_counter()
-    remove_previous_run(arguments.out)
+    remove_previous_run(arguments.out, KNOWN_FILES)
     make_inputs(arguments.out / "inputs", arguments.seed)
     answers = {"before": runner.answers("before")}
     runner.preprocess("sft", "alpaca", {})
@@ -83,18 +83,6 @@ def main() -> None:
     runner.train("train-grpo", "grpo")
     answers["after GRPO"] = runner.answers("after GRPO")
     report(runner, answers, time.perf_counter() - started)
-
-
-def remove_previous_run(folder: Path) -> None:
-    """Remove the folder of a previous run; exit with code 2 if it has any other files."""
-    if not folder.exists():
-        return
-    names = {path.name for path in folder.iterdir()} if folder.is_dir() else {folder.name}
-    if not all(name in KNOWN_FILES or name.startswith("answers_") for name in names):
-        problem = "has files that do not belong to a previous run of this script"
-        print(f"--out {folder}: {problem}. Remove it or specify another folder.", file=sys.stderr)
-        sys.exit(2)
-    shutil.rmtree(folder)
 
 
 def report(runner: VisionRunner, answers: Mapping[str, Rows], seconds: float) -> None:

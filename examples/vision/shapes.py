@@ -5,9 +5,7 @@ color, and the answer is a list such as "2 red, 1 blue". Most demonstrations of 
 colors leave out the last one. SFT on them teaches to see and to count, but gives correct answers
 only for images with one color; reinforcement learning then improves on that.
 
-    python examples/vision/shapes.py --out inputs --seed 0
-
-The command writes:
+`make_inputs` writes:
 
 - `model/`: a Hugging Face folder with Qwen2.5-VL weights, configuration, image processor and
   tokenizer
@@ -20,7 +18,6 @@ The held-out images are the same for every seed.
 
 from __future__ import annotations
 
-import argparse
 import json
 import random
 import shutil
@@ -240,26 +237,3 @@ def make_inputs(out: Path, seed: int) -> None:
     )
     write_model(partial / "model", vocab_size=VOCAB_SIZE, eos_token_id=eos_token_id, seed=seed)
     partial.rename(out)
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description="Create the inputs of the vision example.")
-    parser.add_argument("--out", type=Path, required=True, help="Folder to create.")
-    parser.add_argument(
-        "--seed",
-        type=int,
-        default=0,
-        help="Random seed of the images, demonstrations and weights (default: 0).",
-    )
-    arguments = parser.parse_args()
-    if arguments.out.exists():
-        parser.error(f"--out {arguments.out}: exists already. Remove it or specify another folder.")
-    make_inputs(arguments.out, arguments.seed)
-    print(
-        f"Saved {NUM_DEMONSTRATIONS} demonstrations, {NUM_PROMPTS} prompts, "
-        f"{NUM_HELDOUT} held-out questions and a model to {arguments.out}"
-    )
-
-
-if __name__ == "__main__":
-    main()

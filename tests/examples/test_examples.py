@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from config_inputs import make_data, make_mcore, make_model, skip_input_checks
+from families import FAMILIES
 from msrl.cli.configuration import load_configuration as load
 from msrl.config.loader import Flag
 from msrl.config.schema import Config
@@ -62,9 +63,10 @@ def make_inputs(config: Config) -> None:
         make_model(Path(config.convert.load), **QWEN)
     if config.model.path is not None:
         checkpoint = make_mcore(Path(config.model.path))
-        (checkpoint / "hf" / "config.json").write_text(
-            Path("model/config.json").read_text(encoding="utf-8"), encoding="utf-8"
-        )
+        text = Path("model/config.json").read_text(encoding="utf-8")
+        if config.train.vision.tower_lr is not None:
+            text = json.dumps(FAMILIES["qwen2.5-vl"].config)
+        (checkpoint / "hf" / "config.json").write_text(text, encoding="utf-8")
     rewards = [Path(source.model) for source in config.reward.sources if source.model is not None]
     teachers = [Path(teacher.name) for teacher in config.algo.distill.on_ranks]
     for path in (*rewards, *teachers):
@@ -82,9 +84,8 @@ def make_inputs(config: Config) -> None:
             make_data(Path(prefix))
 
 
-# test_imports_mindspeed_rl.py and test_recipes.py test the others. The settings of vision need a
-# model with a tower, which `nox -s vision` creates.
-OTHERS = {"mindspeed", "recipes", "vision"}
+# test_imports_mindspeed_rl.py and test_recipes.py test the others.
+OTHERS = {"mindspeed", "recipes"}
 NATIVE = [file for file in EXAMPLES.rglob("*.yaml") if not OTHERS & {*file.parts}]
 
 

@@ -114,10 +114,10 @@ def _translate_file(system: str, file: Path, arguments: Sequence[str] = ()) -> T
 
 
 def _translate_script(system: str, file: Path, text: str, arguments: Sequence[str]) -> Translation:
-    is_mm = system == "mindspeed-mm"
     try:
         if system not in SHELL_SYSTEMS:
-            raise MsrlError(f"{file}: must be a .yaml{' or .json' * is_mm} file of {system}")
+            kinds = ".yaml or .json" if system == "mindspeed-mm" else ".yaml"
+            raise MsrlError(f"{file}: must be a {kinds} file of {system}")
         return SHELL_SYSTEMS[system].translate_script(text, str(file), arguments)
     except MsrlError as error:
         if _MM_PROGRAMS.search(text):

@@ -12,6 +12,7 @@ _MIXER = "its norms are LayerNorms with biases and its router is a sparse mixer"
 _TOWER = "its vision tower is none of those that msrl has (Qwen2-VL to Qwen3.5, InternVL)"
 _CODE_TOWER = f"its code comes with its checkpoints, and {_TOWER}"
 _GLM_TOWER = "its vision tower ends in a convolution, which msrl does not have"
+_CHUNKS = "most of its layers attend within chunks of tokens, and the others have no positions"
 _AUDIO = "it reads audio, which msrl does not"
 
 UNSUPPORTED = {
@@ -36,10 +37,8 @@ UNSUPPORTED = {
     "MambaForCausalLM": "it is a state-space model without attention",
     "Glm4vForConditionalGeneration": _GLM_TOWER,
     "Glm4vMoeForConditionalGeneration": _GLM_TOWER,
-    "Llama4ForConditionalGeneration": "most of its layers attend within chunks of tokens, and the "
-    "others have no positions",
-    "Llama4ForCausalLM": "most of its layers attend within chunks of tokens, and the others have "
-    "no positions",
+    "Llama4ForConditionalGeneration": _CHUNKS,
+    "Llama4ForCausalLM": _CHUNKS,
     "MllamaForConditionalGeneration": "its images are read by cross-attention",
     "Gemma3nForConditionalGeneration": "each of its layers has another embedding of the tokens",
     "Gemma4ForConditionalGeneration": "only its predecessors Gemma 2 and 3 are",

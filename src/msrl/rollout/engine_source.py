@@ -63,32 +63,18 @@ def _returned_sizes(function: ast.FunctionDef) -> tuple[int, ...] | None:
 @functools.cache
 def architectures() -> frozenset[str] | None:
     """Return the architectures of vLLM's model registry; None if they are not known."""
-    names: set[str] = set()
-    for target, value in _assignments(_MODELS):
-        is_models = target.endswith("_MODELS") and target not in _ABSENT_MODELS
-        if is_models and isinstance(value, ast.Dict):
-            names |= set(_text_keys(value))
+    names = {name for name, _ in _models()}
     return frozenset(names) if names and not _has_model_plugins() else None
 
 
 @functools.cache
 def has_ungrouped_scores(architecture: str) -> bool | None:
-    """Return True if the model's routers score experts in a configured way and form no groups.
+    """Return True if vLLM's class of a model sets how experts are scored, but no groups of them.
 
     Returns:
         None if vLLM's class of this architecture is not known.
     """
-    for target, value in _assignments(_MODELS):
-        is_models = target.endswith("_MODELS") and target not in _ABSENT_MODELS
-        if is_models and isinstance(value, ast.Dict):
-            for key, entry in zip(value.keys, value.values, strict=True):
-                if isinstance(key, ast.Constant) and key.value == architecture:
-                    return _sets_only_scores(entry)
-    return None
-
-
-def _sets_only_scores(entry: ast.expr) -> bool | None:
-    """Return True if the file of a registry's entry passes `scoring_func` without groups."""
+    entry = dict(_models()).get(architecture)
     module = entry.elts[0] if isinstance(entry, ast.Tuple) and entry.elts else None
     nodes = statements(_MODEL.format(module.value)) if isinstance(module, ast.Constant) else None
     if nodes is None:
@@ -121,6 +107,16 @@ def sets_logits_dtype() -> bool | None:
         return None
     found = (node for statement in nodes for node in ast.walk(statement))
     return any(isinstance(node, ast.Attribute) and node.attr == "head_dtype" for node in found)
+
+
+def _models() -> Iterator[tuple[str, ast.expr]]:
+    """Yield the architectures of vLLM's model registry with their entries."""
+    for target, value in _assignments(_MODELS):
+        is_models = target.endswith("_MODELS") and target not in _ABSENT_MODELS
+        if is_models and isinstance(value, ast.Dict):
+            for key, entry in zip(value.keys, value.values, strict=True):
+                if isinstance(key, ast.Constant) and isinstance(key.value, str):
+                    yield key.value, entry
 
 
 def _assignments(file: str) -> Iterator[tuple[str, ast.expr]]:

@@ -4,7 +4,7 @@ The rule of Qwen2-VL and its successors is `smart_resize` of transformers' Qwen2
 sides are multiples of `patch_size * merge_size`, the number of pixels lies within the limits, and
 the aspect ratio changes as little as possible.
 
-Images of InternVL consist of square tiles of one size, and of a smaller picture of the whole if
+Images of InternVL consist of square tiles of one size, and of a smaller image of the whole if
 there are several. The rule is `get_optimal_tiled_canvas` of transformers' GOT-OCR2 image processor:
 their rows and columns have the aspect ratio that is nearest to that of the image.
 """

@@ -110,11 +110,12 @@ def memory(name: str) -> int:
 
 def main(prefix: str, num_steps: int) -> None:
     """Run the steps and print what they sent and took."""
-    dataset, saves = PromptDataset(prefix), Any
+    dataset = PromptDataset(prefix)
+    saves: Any = None  # nothing is saved
     engine_workers: Any = CountedWorkers()
     rank_workers = CountedRanks()
     engines, ranks = EngineGroup(engine_workers, Restarts(0, print, 0)), TrainerGroup(rank_workers)
-    ranks.start(None, saves)  # type: ignore[arg-type]
+    ranks.start(None, saves)
     Path("/proc/self/clear_refs").write_text("5")  # the peak of memory begins here
     before = memory("VmRSS")
     for _ in range(num_steps):

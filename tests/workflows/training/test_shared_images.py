@@ -74,10 +74,8 @@ def test_images_are_shared_once_until_others_follow() -> None:
 
 
 def test_workers_without_a_store_get_the_files_with_each_call() -> None:
-    workers = Sharing()
-    workers.keeps_shared = False  # type: ignore[misc]
     step = _prompts("a")
-    assert SharedImages(workers).share(step) is None and not workers.shared
+    assert SharedImages(FakeWorkers(1)).share(step) is None
     assert with_files(step, None) is step
 
 

@@ -16,7 +16,6 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections import ChainMap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache, partial
 from pathlib import Path
@@ -213,8 +212,12 @@ class ImageReader:
 
 
 def most_patches(rows: Iterable[Iterable[Mapping[str, int]]]) -> int:
-    """Return the largest number of patches of a row, from those of its sequences by image."""
-    return max((sum(ChainMap(*map(dict, sequences)).values()) for sequences in rows), default=0)
+    """Return the largest number of patches of a row, whose sequences may share images.
+
+    Each sequence has the number of patches of its images by their keys.
+    """
+    distinct = ({key: n for images in row for key, n in images.items()} for row in rows)
+    return max((sum(images.values()) for images in distinct), default=0)
 
 
 def _linked(path: str, key: str) -> bytes:

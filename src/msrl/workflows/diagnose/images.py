@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from msrl.trainer.model.vision.features import ImageLoader
 
 PIXELS, FEATURES, POSITIONS = "pixels", "features", "positions"
-_SQUARES = (6.4, 9.3)  # of the picture: several windows, and sides that are no multiples
+_SQUARES = (6.4, 9.3)  # of the image: several windows, and sides that are no multiples
 _WORDS = (5, 7)  # text tokens before and after the image
 
 
@@ -64,7 +64,7 @@ def image_probe(shape: Shape, folder: Path) -> ImageProbe | None:
         return None
     try:
         settings = read_vision_settings(folder)
-        data = _picture(settings.patch_size * settings.merge_size)
+        data = _image_file(settings.patch_size * settings.merge_size)
     except MsrlError as error:
         print_note(f"images are not compared: {error}")
         return None
@@ -74,8 +74,8 @@ def image_probe(shape: Shape, folder: Path) -> ImageProbe | None:
     return _probe(vision, shape.vocab_size, data, settings)
 
 
-def _picture(unit: int) -> bytes:
-    """Return an encoded picture of smooth colors, so that its size has to change."""
+def _image_file(unit: int) -> bytes:
+    """Return an encoded image of smooth colors, so that its size has to change."""
     from PIL import Image as Pillow
 
     height, width = (round(count * unit) for count in _SQUARES)
@@ -213,8 +213,8 @@ def _reference_patches(probe: ImageProbe, folder: Path) -> Tensor:
         pixels = decode_image(image.data, probe.settings, image.grid)
         return torch.from_numpy(patches_of(pixels, probe.settings))
     processor: Any = Qwen2VLImageProcessorPil.from_pretrained(folder)
-    picture = Pillow.open(io.BytesIO(image.data))
-    return processor(picture, return_tensors="pt")["pixel_values"]
+    decoded = Pillow.open(io.BytesIO(image.data))
+    return processor(decoded, return_tensors="pt")["pixel_values"]
 
 
 def _reference_positions(model: Any, probe: ImageProbe, grids: Tensor) -> Mapping[str, Floats]:
