@@ -24,8 +24,9 @@ from msrl.errors import MsrlError
 from msrl.tracking.rollouts import RecordedImage, read_records
 from msrl.types import Completion, Image, PlacedImage, Prompt, Reward, RolloutGroup, ScoredGroup
 from msrl.workflows.rollout_log import RolloutLog
+from msrl.workflows.training.run_log import write_results
 from msrl.workflows.view.build import write_folder, write_single_file
-from support import mentions, python_path
+from support import assert_mentions, mentions, python_path
 from test_view import read_chunk
 from vision_folders import encoded, picture
 
@@ -83,6 +84,32 @@ def test_a_step_records_the_places_of_images_and_each_thumbnail_once(
     assert details["turns"][0][1] == "3 6 4 65 3 6 4 66"
     shown = read_chunk(tmp_path / "view", "0/images-0")
     assert base64.b64decode(shown[0]) == (run / "images" / f"{FIRST.key}.jpg").read_bytes()
+
+
+@pytest.mark.parametrize("format", ["jsonl", "parquet"])
+def test_the_report_of_a_run_shows_images_of_its_last_step(
+    format: RolloutFormat, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = view_runs.make_run(tmp_path / "grpo", num_steps=0)
+    write(run, BOTH, format)
+    (run / "images" / f"{SECOND.key}.jpg").unlink()
+    write_results(run, {}, curves=(), command=None)
+    lines = (run / "report.md").read_text().splitlines()
+    (row,) = [line for line in lines if ".jpg" in line]
+    assert row == f"| ![image](images/{FIRST.key}.jpg) | 3 6 4 65 3 6 4 66 | CD | 1 |"
+    assert "Rollouts of step 1:" in lines
+    path = run / "rollouts" / f"step_000001.{format}"
+    path.write_bytes(path.read_bytes()[:20])
+    write_results(run, {}, curves=(), command=None)
+    assert ".jpg" not in (run / "report.md").read_text()
+    assert_mentions(capsys.readouterr().err, "no images", path.name)
+
+
+def test_the_report_of_a_run_on_text_shows_no_rollouts(tmp_path: Path) -> None:
+    run = view_runs.make_run(tmp_path / "grpo", num_steps=0)
+    write(run, group(ids=[65, 66]))
+    write_results(run, {}, curves=(), command=None)
+    assert "Rollouts" not in (run / "report.md").read_text()
 
 
 def test_records_without_images_have_no_column_and_no_folder(tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from msrl.types import StepReport
 FILE_NAME = "report.md"
 _TIMELINE_STEPS = 20
 _ENGINE_IDLE = "perf/engine_idle"
+_MAX_TEXT = 300  # characters of a prompt or response
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +47,17 @@ class RunSummary:
     seconds: Mapping[str, float]
     notes: Mapping[str, int]
     timeline: tuple[StepReport, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class ShownRollout:
+    """Rollout with images, which are files relative to the folder of the run."""
+
+    step: int
+    images: tuple[str, ...]
+    prompt: str
+    response: str
+    reward: float
 
 
 def summarize(reports: Sequence[StepReport]) -> RunSummary:
@@ -80,6 +92,7 @@ def write_report(
     *,
     results: Mapping[str, str] | None = None,
     picture: str | None = None,
+    rollouts: Sequence[ShownRollout] = (),
     command: str | None = None,
     differences: Sequence[str] = (),
 ) -> Path:
@@ -90,6 +103,7 @@ def write_report(
         summary: summary of the metrics.
         results: further lines, for example the path of the exported model.
         picture: file with the curves, relative to the folder.
+        rollouts: rollouts of a step that are shown with their images.
         command: command that continues with the result of the run.
         differences: accepted differences from the file of another system.
     """
@@ -99,6 +113,7 @@ def write_report(
         title=run_dir.name,
         results=results or {},
         picture=picture,
+        rollouts=rollouts,
         command=command,
         differences=differences,
     )
@@ -112,6 +127,7 @@ def lines(
     title: str,
     results: Mapping[str, str],
     picture: str | None = None,
+    rollouts: Sequence[ShownRollout] = (),
     command: str | None = None,
     differences: Sequence[str] = (),
 ) -> list[str]:
@@ -134,6 +150,8 @@ def lines(
         text += _time_rows(summary.seconds)
     if summary.timeline:
         text += ["", *_timeline_rows(summary.timeline)]
+    if rollouts:
+        text += ["", *_rollout_rows(rollouts)]
     if differences:
         text += ["", "Differences from the imported file, accepted by `--approximate`:", ""]
         text += [f"- {_code(difference)}" for difference in differences]
@@ -178,6 +196,26 @@ def _time_rows(seconds: Mapping[str, float]) -> list[str]:
         f"| {_plain(stage)} | {duration_text(spent)} | {100 * spent / total:.0f}% |"
         for stage, spent in seconds.items()
     ]
+
+
+def _rollout_rows(rollouts: Sequence[ShownRollout]) -> list[str]:
+    rows = [
+        f"Rollouts of step {rollouts[0].step}:",
+        "",
+        "| images | prompt | response | reward |",
+        "|---|---|---|---|",
+    ]
+    for rollout in rollouts:
+        images = " ".join(f"![image]({file})" for file in rollout.images)
+        texts = " | ".join(_plain(_excerpt(text)) for text in (rollout.prompt, rollout.response))
+        rows.append(f"| {images} | {texts} | {rollout.reward:.5g} |")
+    return rows
+
+
+def _excerpt(text: str) -> str:
+    """Return a text without its middle if it is long."""
+    half = _MAX_TEXT // 2
+    return text if len(text) <= _MAX_TEXT else f"{text[:half]} ... {text[-half:]}"
 
 
 def _timeline_rows(reports: Sequence[StepReport]) -> list[str]:

@@ -30,6 +30,7 @@ from msrl.tracking.run import RunFolder, resume_command
 from msrl.tracking.tracker import Trackers, open_trackers
 from msrl.trainer.checkpointing.resume import saved_steps
 from msrl.types import StepReport
+from msrl.workflows.shown_rollouts import rollouts_with_images
 
 
 def count_text(number: int, noun: str) -> str:
@@ -63,6 +64,7 @@ def write_results(
             summarize(reports),
             results=results,
             picture=picture,
+            rollouts=rollouts_with_images(path),
             command=command,
             differences=differences,
         )
