@@ -213,7 +213,7 @@ def test_files_with_the_other_form_of_names_are_read(
     assert compare(open_weights(folders[name]), open_weights(tmp_path), None).different == ()
 
 
-@pytest.mark.parametrize("name", TOWERS)
+@pytest.mark.parametrize("name", [name for name in TOWERS if not name.endswith("moe")])
 def test_default_adapters_skip_the_tower(name: str) -> None:
     shape = families.shape(CONFIGS[name])
     check_layers(shape, LoraConfig().targets, key="train.lora.targets")
@@ -225,6 +225,14 @@ def test_adapters_in_the_tower_are_refused_by_name() -> None:
     shape = families.shape(CONFIGS["qwen2-vl"])
     with pytest.raises(MsrlError, match=mentions("train.lora.targets=qkv", "vision tower")):
         check_layers(shape, ("linear_qkv", "qkv"), key="train.lora.targets")
+
+
+def test_adapters_of_packed_experts_are_refused_beside_dense_layers_of_their_names() -> None:
+    shape = families.shape(MIXTURES["qwen3-vl moe"].config)
+    for target in ("linear_fc1", "linear_fc2"):
+        with pytest.raises(MsrlError, match=mentions(f"targets={target}", "packed", "linear_qkv")):
+            check_layers(shape, ("linear_qkv", target), key="train.lora.targets")
+    check_layers(shape, ("linear_qkv", "linear_proj"), key="train.lora.targets")
 
 
 def test_patterns_select_the_tower_and_its_projector() -> None:

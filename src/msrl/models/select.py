@@ -75,15 +75,12 @@ def check_layers(shape: Shape, targets: Iterable[str], *, key: str) -> None:
     of_layers = [rule for layer in rules_for(shape).layers for rule in layer]
     rules = [rule for rule in of_layers if len(rule.shapes[0]) == 2]
     in_tower = [rule for rule in rules_for(shape).first if is_tower(rule)]
-    problems = {
-        name: problem
-        for rule in (*in_tower, *rules)
-        if (problem := adapter_problem(rule))
-        for name in _layer_names(rule)
+    possible = {
+        name for rule in rules if adapter_problem(rule) is None for name in _layer_names(rule)
     }
-    for rule in rules:  # a layer of the language model may have the name of one of the tower
-        if adapter_problem(rule) is None:
-            problems = {n: p for n, p in problems.items() if n not in _layer_names(rule)}
+    # A layer of the language model may have the name of one of the tower, which is skipped.
+    problems = {n: p for n, p in _problems(in_tower).items() if n not in possible}
+    problems |= _problems(rules)
     layers = sorted({name for rule in rules for name in _layer_names(rule)} - problems.keys())
     for target in targets:
         if target in problems:
@@ -93,6 +90,16 @@ def check_layers(shape: Shape, targets: Iterable[str], *, key: str) -> None:
                 f"{key}={target}: not a linear layer of {shape.architecture}; "
                 f"{nearest(target, layers)}"
             )
+
+
+def _problems(rules: Iterable[Rule]) -> dict[str, str]:
+    """Return why layers cannot have an adapter, by their names."""
+    return {
+        name: problem
+        for rule in rules
+        if (problem := adapter_problem(rule))
+        for name in _layer_names(rule)
+    }
 
 
 def _layer_names(rule: Rule) -> list[str]:

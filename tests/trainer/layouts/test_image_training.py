@@ -181,6 +181,25 @@ def test_only_parts_with_a_learning_rate_are_trained(folders: dict[str, Path]) -
             assert difference < 1e-5 * np.abs(gradient).max(), (name, key)
 
 
+@pytest.mark.full
+def test_adapters_beside_packed_experts_train_on_pictures(folders: dict[str, Path]) -> None:
+    lora = LoraConfig(rank=4, targets=("linear_qkv", "linear_proj"))
+    more = {"vision": VisionConfig(), "lora": lora}
+    cases = [
+        Case(name, folders["qwen3-vl moe"], more=more, **LAYOUTS[name])
+        for name in ("one rank", "tp2 sp", "ep2", "pp2 ep2")
+    ]
+    expected, results = image_models.reference(folders["qwen3-vl moe"]), image_ranks.run(cases)
+    single = results["one rank"].gradients
+    assert single and all("self_attention" in key for key in single)
+    for name, result in results.items():
+        assert result.metrics["loss"] == pytest.approx(expected.loss, rel=1e-6), name
+        assert result.gradients.keys() == single.keys(), name
+        for key, gradient in single.items():
+            difference = np.abs(result.gradients[key] - gradient).max()
+            assert difference <= 1e-5 * np.abs(gradient).max(), (name, key)
+
+
 def test_a_frozen_tower_computes_every_image_once(folders: dict[str, Path]) -> None:
     """Policy, reference and update get the same bits as without memory for features."""
     sizes = {"kept": VisionConfig(), "computed again": VisionConfig(cache_gb=0)}
