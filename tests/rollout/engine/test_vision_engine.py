@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,6 +15,7 @@ from msrl.config.sections.rollout import EngineConfig
 from msrl.errors import MsrlError
 from msrl.platforms import get
 from msrl.rollout.engine import EngineImages, EngineSettings
+from msrl.rollout.sleep import EngineMemory
 from msrl.rollout.vllm import VllmEngine
 from msrl.types import SamplingParams
 from msrl.vision.settings import read_vision_settings
@@ -127,6 +129,26 @@ def test_running_requests_with_pictures_are_recomputed(running: Running) -> None
     _assert_equal([np.array(logprobs)], [np.append(exact[0][:2], exact[1][2:])])
 
 
+@pytest.mark.parametrize("level", [1, 2])
+def test_an_engine_that_slept_has_the_features_of_its_weights(
+    running: Running, level: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Let vLLM's scheduler and caches sleep and wake; its worker on CPU keeps its memory."""
+    engine = running.engine
+    monkeypatch.setattr(engine, "_memory", EngineMemory(engine._llm, level))
+    running.load(0)
+    rows = vision_models.prompts(running.folder)
+    expected = [vision_models.logprobs(x, rows) for x in (running.folder, running.other)]
+    _assert_equal(_scores(running), expected[0])
+    engine.sleep()
+    engine.wake()
+    _assert_equal(_scores(running), expected[0])
+    engine.sleep(discard_weights=True)
+    engine.wake(before_loading=True)
+    running.load(1)
+    _assert_equal(_scores(running), expected[1])
+
+
 def test_pictures_that_do_not_fit_are_refused(running: Running) -> None:
     rows = vision_models.prompts(running.folder)
     two, (placed,) = rows[2], rows[0].images
@@ -135,6 +157,29 @@ def test_pictures_that_do_not_fit_are_refused(running: Running) -> None:
     for prompt, word in ((shifted, "tokens"), (many, "at most 2")):
         with pytest.raises(MsrlError, match=mentions(f"prompt {prompt.index}", word)):
             running.engine.generate([prompt], GREEDY, 0)
+
+
+@pytest.mark.full
+@pytest.mark.skipif(
+    shutil.disk_usage("/dev/shm").free < 1 << 28,
+    reason="vLLM on several devices needs 160 MiB of shared memory",
+)
+@pytest.mark.parametrize("name", ["qwen2.5-vl", "qwen3-vl", "internvl"])
+def test_an_engine_on_two_devices_reads_pictures(name: str, tmp_path: Path) -> None:
+    folders = [vision_models.save_model(tmp_path / str(seed), name, seed) for seed in (0, 1)]
+    images = EngineImages(2, read_vision_settings(folders[0]))
+    settings = EngineSettings(
+        folders[0], dtype="float32", engine=ENGINE.model_copy(update={"tp": 2}), images=images
+    )
+    engine = VllmEngine(settings, get("cpu"))
+    running = Running(engine, name, *folders)
+    rows = vision_models.prompts(folders[0])
+    try:
+        for seed, folder in enumerate(folders):
+            running.load(seed)
+            _assert_equal(_scores(running), vision_models.logprobs(folder, rows))
+    finally:
+        engine.close()
 
 
 @pytest.mark.full
