@@ -163,6 +163,45 @@ def test_a_changed_model_and_changed_data_are_refused(folder: Path):
         resume_checks.check(saved, state_now())
 
 
+TEACHER = "algo.distill.teachers=[{model: self}]"
+TWO_TEACHERS = "algo.distill.teachers=[{model: self}, {url: 'http://127.0.0.1:1/v1'}]"
+KL = "algo.kl.loss.coef=0.1"
+OWN_REFERENCE = "cluster.roles.reference.load=other-model"
+BLEND = ("data.train=null", "data.blend={data: 1, second: 3}")
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "key"),
+    [
+        ((TEACHER,), (TWO_TEACHERS,), "algo.distill.teachers"),
+        ((TEACHER,), (), "algo.distill.teachers"),
+        ((KL,), (KL, OWN_REFERENCE), "cluster.roles.reference.load"),
+        ((KL, OWN_REFERENCE), (KL,), "cluster.roles.reference.load"),
+        (BLEND, (BLEND[0], "data.blend={data: 1, third: 3}"), "data.blend.third"),
+        (BLEND, (BLEND[0], "data.blend={second: 1, data: 3}"), "data.blend.second"),
+        ((), (BLEND[0], "data.blend={second: 1}"), "data.blend.second"),
+    ],
+)
+def test_teachers_references_and_datasets_that_are_added_or_replaced_are_refused(
+    folder: Path, before: tuple[str, ...], now: tuple[str, ...], key: str
+) -> None:
+    make_model(folder / "other-model")
+    for name in ("second", "third"):
+        for path in make_data(folder / name).parent.glob(f"{name}_*"):
+            path.write_bytes(name.encode())
+    saved = saved_with(folder, state_now(*before, command="train-grpo"))
+    resume_checks.check(saved, state_now(*before, command="train-grpo"))
+    with pytest.raises(MsrlError, match=mentions(key)):
+        resume_checks.check(saved, state_now(*now, command="train-grpo"))
+
+
+def test_datasets_of_a_blend_may_move(folder: Path) -> None:
+    saved = saved_with(folder, state_now(*BLEND[:1], "data.blend={data: 1}"))
+    for path in list(folder.glob("data_*")):
+        path.rename(path.with_name(path.name.replace("data", "moved")))
+    resume_checks.check(saved, state_now(*BLEND[:1], "data.blend={moved: 1}"))
+
+
 @pytest.mark.parametrize(
     ("sets", "command", "counts"),
     [

@@ -37,6 +37,7 @@ _SFT_KEYS = (
     "eval_fraction",
     "eval_rows",
 )  # keys of `data` that determine the rows
+_TRAINING_DATA = ("data.train", "data.blend.")
 
 
 def checkpoint_and_state(
@@ -142,6 +143,11 @@ def checked_values(plan: RunPlan, schedule: Schedule) -> dict[str, Any]:
         keys["algo.reward_model.kind"] = model.kind
         keys["algo.reward_model.center_coef"] = model.center_coef
         keys["algo.reward_model.reward_tokens"] = list(model.reward_tokens)
+    if plan.needs_reference:
+        keys["cluster.roles.reference.load"] = "set" if plan.has_own_reference else None
+    teachers = config.algo.distill.teachers
+    kinds = ["server" if teacher.model is None else "model" for teacher in teachers]
+    keys["algo.distill.teachers"] = kinds or None
     if plan.critic is not None:
         is_separate = plan.separate_model("critic") is not None
         keys["cluster.roles.critic.devices"] = "separate" if is_separate else "shared"
@@ -185,6 +191,7 @@ def check(saved: SavedTraining, now: Mapping[str, Any]) -> None:
         "remembered", {"keys": {}, "contents": {}}
     )
     keys, contents = now["remembered"]["keys"], now["remembered"]["contents"]
+    contents_before = _by_position(before["contents"], contents)
     changed = [
         f"{key} (was {_text(before['keys'][key])}, is {_text(value)})"
         for key, value in keys.items()
@@ -193,7 +200,7 @@ def check(saved: SavedTraining, now: Mapping[str, Any]) -> None:
     changed += [
         f"{key} (its contents have changed)"
         for key, value in contents.items()
-        if before["contents"].get(key, value) != value
+        if contents_before.get(key, value) != value
     ]
     if changed:
         raise MsrlError(
@@ -201,6 +208,16 @@ def check(saved: SavedTraining, now: Mapping[str, Any]) -> None:
             f"these have changed: {', '.join(changed)}."
             " Restore them, or start a new run with checkpoint.load."
         )
+
+
+def _by_position(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, Any]:
+    """Return earlier contents in which datasets have the key of the one that replaces them now.
+
+    A dataset may have moved, and the order of a blend's datasets determines its rows.
+    """
+    names = [key for key in now if key.startswith(_TRAINING_DATA)]
+    values = [value for key, value in before.items() if key.startswith(_TRAINING_DATA)]
+    return {**before, **dict(zip(names, values, strict=False))}
 
 
 def report_schedule(saved: SavedTraining | None, schedule: Schedule, next_update: int) -> None:
