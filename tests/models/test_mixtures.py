@@ -383,6 +383,20 @@ def test_rules_name_exactly_the_tensors_of_a_published_index() -> None:
             ("num_key_value_heads=2", "num_attention_heads=4"),
         ),
         ("deepseek v3", {"qk_rope_head_dim": 15}, ("qk_rope_head_dim", "even")),
+        (
+            "deepseek v3",
+            {"first_k_dense_replace": None, "mlp_layer_types": ["dense", *["sparse"] * 3]},
+            ("mlp_layer_types", "first_k_dense_replace=3"),
+        ),
+        ("glm 4.7 flash", {"first_k_dense_replace": 2}, ("mlp_layer_types", "replace=2")),
+        ("hunyuan 3", {"first_k_dense_replace": 2}, ("first_k_dense_replace=2", "transformers")),
+        ("minimax m2", {"rotary_dim": 34}, ("rotary_dim=34", "32 channels")),
+        ("qwen3 moe", {"layer_types": ["full_attention"] * 3}, ("layer_types", "transformers")),
+        (
+            "mixtral",
+            {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"] * 2},
+            ("layer_types", "sliding_attention"),
+        ),
         ("deepseek v2", {"norm_topk_prob": True}, ("norm_topk_prob=true",)),
         ("gpt-oss", {"attention_bias": False}, ("attention_bias=false",)),
         ("gpt-oss", {"swiglu_limit": 0}, ("swiglu_limit=0", "above 0")),
@@ -427,3 +441,23 @@ def test_an_inconsistent_mixture_is_refused_by_key(
     with pytest.raises(MsrlError) as error:
         families.shape(MIXTURES[name].config, **changes)
     assert_mentions(error.value, *fragments)
+
+
+def test_a_mixture_of_qwen3_has_one_window_in_all_layers() -> None:
+    changes = {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 2}
+    shape = families.shape(MIXTURES["qwen3 moe"].config, **changes)
+    assert [layer.mixer.window for layer in shape.layers] == [8] * 4
+
+
+@pytest.mark.parametrize(
+    ("name", "key"),
+    [
+        *(("deepseek v2", "n_shared_experts"), ("deepseek v3", "n_shared_experts")),
+        *(("hunyuan 3", "num_shared_experts"), ("ling 2", "num_shared_experts")),
+    ],
+)
+@pytest.mark.parametrize("number", [0, None])
+def test_a_mixture_may_have_no_shared_experts(name: str, key: str, number: int | None) -> None:
+    shape = families.shape(MIXTURES[name].config, **{key: number})
+    assert shape.moe.shared_ffn_hidden_size == 0
+    assert not any("shared" in rule.mcore for rule in all_rules(shape))

@@ -182,6 +182,11 @@ def test_real_configs_of_other_architectures_are_refused_by_name() -> None:
         (QWEN2, {"layer_types": ["full_attention"]}, ("layer_types", "2 layers")),
         (MISTRAL, {"sliding_window": "8"}, ("sliding_window",)),
         (
+            MISTRAL,
+            {"layer_types": ["full_attention", "sliding_attention"]},
+            ("layer_types", "transformers", "sliding_attention"),
+        ),
+        (
             LLAMA,
             {"rope_scaling": {"type": "longrope", "factor": 4.0}},
             ("'longrope'", "default, llama3, linear"),

@@ -198,16 +198,16 @@ def switched_window(config: HfConfig, first_layer: int = 28) -> tuple[int | None
     There are none unless `use_sliding_window` is set. `layer_types` overrides the choice of layers.
     `first_layer` is the default of the family's config class.
     """
-    num_layers = config.count("num_hidden_layers")
-    if not config.flag("use_sliding_window", False):
-        return layer_windows(config, None, tuple(range(num_layers)))
-    window = _window(config, 4096)
-    first = config.values.get("max_window_layers", first_layer)
-    if window is None:
-        return layer_windows(config, None, tuple(range(num_layers)))
+    window, count = used_window(config), config.count("num_hidden_layers")
+    first = 0 if window is None else config.values.get("max_window_layers", first_layer)
     if isinstance(first, bool) or not isinstance(first, int) or first < 0:
         config.fail("max_window_layers", "must be an integer, 0 or more")
-    return layer_windows(config, window, tuple(range(first, num_layers)))
+    return layer_windows(config, window, tuple(range(first, count)))
+
+
+def used_window(config: HfConfig) -> int | None:
+    """Return `sliding_window` if `use_sliding_window` is set, or else None."""
+    return _window(config, 4096) if config.flag("use_sliding_window", False) else None
 
 
 def layer_windows(
@@ -252,8 +252,22 @@ def _window(config: HfConfig, default: int) -> int | None:
 
 def window_everywhere(config: HfConfig) -> tuple[int | None, ...]:
     """Return Mistral's windows by layer: every layer has `sliding_window`, unless it is null."""
-    window = _window(config, 4096)
-    return layer_windows(config, window, tuple(range(config.count("num_hidden_layers"))))
+    return same_window(config, _window(config, 4096))
+
+
+def same_window(config: HfConfig, window: int | None) -> tuple[int | None, ...]:
+    """Return one window for all layers of a family whose class in transformers has one.
+
+    Raises:
+        MsrlError: `layer_types` has other windows, which this class does not read.
+    """
+    count = config.count("num_hidden_layers")
+    kind = FULL if window is None else SLIDING
+    if config.values.get("layer_types") not in (None, [kind] * count):
+        config.fail(
+            "layer_types", f"is not read by transformers, where all layers have {kind}. Remove it"
+        )
+    return (window,) * count
 
 
 def alternating_window(config: HfConfig, default: int) -> tuple[int | None, ...]:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import cast
+from typing import Literal, cast
 
 from msrl.models.decoder import make_layers
 from msrl.models.hf_config import HfConfig
-from msrl.models.mixture import aux_loss_coef
+from msrl.models.mixture import aux_loss_coef, shared_experts
 from msrl.models.rope import Rope, read_rope
 from msrl.models.shape import Mla, Moe, RopeScaling, Rotary, Shape, YarnRopeScaling
 
@@ -125,7 +125,7 @@ def sigmoid_moe(
         num_experts=config.count("n_routed_experts", num_experts),
         experts_per_token=config.count("num_experts_per_tok", experts_per_token),
         ffn_hidden_size=ffn,
-        shared_ffn_hidden_size=ffn * config.count("n_shared_experts", 1),
+        shared_ffn_hidden_size=ffn * shared_experts(config, "n_shared_experts", 1),
         score="sigmoid",
         normalize=config.flag("norm_topk_prob", True),
         scaling_factor=config.positive("routed_scaling_factor", scaling_factor),
@@ -137,29 +137,41 @@ def sigmoid_moe(
     )
 
 
-def mixture_layers(config: HfConfig, default: int) -> tuple[bool, ...]:
-    """Return for each layer if it has experts.
+def mixture_layers(
+    config: HfConfig, default: int, *, reads: Literal["first", "kinds", "both"]
+) -> tuple[bool, ...]:
+    """Return for each layer if it has experts: all layers but the first ones have.
 
-    All layers but the first `first_k_dense_replace` ones do. transformers 5 writes
-    `mlp_layer_types`.
+    Their number is `first_k_dense_replace`. transformers 5 writes `mlp_layer_types`. `reads` tells
+    which of the two keys the family's config class reads; vLLM and the published code read the
+    first one. `default` is the number of dense layers if the config has neither.
 
     Raises:
-        MsrlError: The two contradict each other, or one is invalid.
+        MsrlError: The two contradict each other, one is invalid, or transformers would ignore the
+            only one.
     """
     value = config.values.get("first_k_dense_replace")
     first = default if value is None else value
     if isinstance(first, bool) or not isinstance(first, int) or first < 0:
         config.fail("first_k_dense_replace", "must be an integer, 0 or more")
-    layers = tuple(layer >= first for layer in range(config.count("num_hidden_layers")))
-    kinds: object = config.values.get("mlp_layer_types")
+    count, kinds = config.count("num_hidden_layers"), config.values.get("mlp_layer_types")
+    layers = tuple(layer >= first for layer in range(count))
     if kinds is None:
+        if reads == "kinds" and layers != tuple(layer >= default for layer in range(count)):
+            config.fail(
+                "first_k_dense_replace",
+                "is not read by transformers. Add mlp_layer_types, which is",
+            )
         return layers
     listed = cast("list[object]", kinds) if isinstance(kinds, list) else []
     marked = tuple(kind == "sparse" for kind in listed)
-    if len(marked) != len(layers) or any(kind not in ("dense", "sparse") for kind in listed):
+    if len(marked) != count or any(kind not in ("dense", "sparse") for kind in listed):
         config.fail("mlp_layer_types", "must be dense or sparse for each layer")
-    if value is not None and marked != layers:
-        config.fail("first_k_dense_replace", "contradicts mlp_layer_types. Remove one of them")
+    if marked != layers and (value is not None or reads == "first"):
+        config.fail(
+            "mlp_layer_types",
+            f"contradicts first_k_dense_replace={first}. Make them equal, or remove one of them",
+        )
     return marked
 
 

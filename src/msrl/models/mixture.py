@@ -18,6 +18,11 @@ def aux_loss_coef(config: HfConfig) -> float | None:
     return None
 
 
+def shared_experts(config: HfConfig, key: str, default: int) -> int:
+    """Return the number of shared experts of a layer. 0 and null mean none, as in vLLM."""
+    return 0 if config.values.get(key, default) in (0, None) else config.count(key, default)
+
+
 def sparse_layers(config: HfConfig) -> tuple[bool, ...]:
     """Return for each layer if it has experts.
 

@@ -11,7 +11,7 @@ from msrl.models.decoder import decoder_shape
 from msrl.models.deepseek import mixture_layers, with_prediction_layers
 from msrl.models.hf_config import HfConfig
 from msrl.models.layer_rules.names import ExpertNames, Names
-from msrl.models.mixture import aux_loss_coef, layer_experts
+from msrl.models.mixture import aux_loss_coef, layer_experts, shared_experts
 from msrl.models.shape import Moe, Shape
 
 ARCHITECTURES = ("BailingMoeV2ForCausalLM",)
@@ -36,12 +36,11 @@ def shape(config: HfConfig) -> Shape:
             config.fail(key, f"must be {_SUPPORTED_VALUES[key]}, the router of this family")
     ffn = config.count("moe_intermediate_size")
     shared_ffn = config.count("moe_shared_expert_intermediate_size", ffn)
-    has_shared = config.values.get("num_shared_experts") != 0
     moe = Moe(
         num_experts=config.count("num_experts"),
         experts_per_token=config.count("num_experts_per_tok"),
         ffn_hidden_size=ffn,
-        shared_ffn_hidden_size=shared_ffn * config.count("num_shared_experts") if has_shared else 0,
+        shared_ffn_hidden_size=shared_ffn * shared_experts(config, "num_shared_experts", 0),
         score="sigmoid",
         normalize=config.flag("norm_topk_prob", True),
         scaling_factor=config.positive("routed_scaling_factor", 1.0),
@@ -58,7 +57,7 @@ def shape(config: HfConfig) -> Shape:
         qk_norm=config.flag("use_qk_norm", False),
         max_position_embeddings=None,
         partial_rotary_factor=1.0,
-        experts=layer_experts(config, moe, mixture_layers(config, 0)),
+        experts=layer_experts(config, moe, mixture_layers(config, 0, reads="first")),
     )
     rotary_dim = config.count("rotary_dim", decoder.rotary.channels)
     if decoder.rotary.channels != rotary_dim:

@@ -25,6 +25,8 @@ def shape(config: HfConfig) -> Shape:
     config.refuse("rope_interleave", True)
     moe = deepseek_v3_moe(config)
     decoder = deepseek_shape(
-        config, family="deepseek_v3", experts=layer_experts(config, moe, mixture_layers(config, 3))
+        config,
+        family="deepseek_v3",
+        experts=layer_experts(config, moe, mixture_layers(config, 3, reads="first")),
     )
     return with_prediction_layers(config, decoder)

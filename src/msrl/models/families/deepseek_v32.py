@@ -31,7 +31,7 @@ def shape(config: HfConfig) -> Shape:
         config.refuse(key)
     moe = deepseek_v3_moe(config)
     config.refuse("num_experts", moe.num_experts)  # transformers reads it too
-    experts = layer_experts(config, moe, mixture_layers(config, 3))
+    experts = layer_experts(config, moe, mixture_layers(config, 3, reads="both"))
     decoder = deepseek_shape(config, family="deepseek_v32", experts=experts)
     indexed = with_indexers(config, decoder, num_heads=64, interleaved=False)
     return with_prediction_layers(config, indexed)

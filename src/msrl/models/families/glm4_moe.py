@@ -29,6 +29,6 @@ def shape(config: HfConfig) -> Shape:
         max_position_embeddings=131072,
         norm_eps=1e-5,
         partial_rotary_factor=0.5,
-        experts=layer_experts(config, moe, mixture_layers(config, 1)),
+        experts=layer_experts(config, moe, mixture_layers(config, 1, reads="first")),
     )
     return with_prediction_layers(config, decoder)

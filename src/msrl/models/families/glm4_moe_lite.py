@@ -19,6 +19,6 @@ def shape(config: HfConfig) -> Shape:
     moe = sigmoid_moe(
         config, num_experts=64, experts_per_token=4, ffn_hidden_size=1536, scaling_factor=1.8
     )
-    experts = layer_experts(config, moe, mixture_layers(config, 1))
+    experts = layer_experts(config, moe, mixture_layers(config, 1, reads="kinds"))
     decoder = deepseek_shape(config, family="glm4_moe_lite", experts=experts, norm_eps=1e-5)
     return with_prediction_layers(config, decoder)

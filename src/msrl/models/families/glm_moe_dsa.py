@@ -24,7 +24,7 @@ def shape(config: HfConfig) -> Shape:
         config, num_experts=256, experts_per_token=8, ffn_hidden_size=2048, scaling_factor=2.5
     )
     config.refuse("num_experts", moe.num_experts)  # transformers reads it too
-    experts = layer_experts(config, moe, mixture_layers(config, 3))
+    experts = layer_experts(config, moe, mixture_layers(config, 3, reads="both"))
     decoder = deepseek_shape(config, family="glm_moe_dsa", experts=experts, norm_eps=1e-5)
     indexed = with_indexers(
         config, decoder, num_heads=32, interleaved=True, is_shared=shared_layers(config)

@@ -10,7 +10,7 @@ from msrl.models.decoder import decoder_shape
 from msrl.models.deepseek import mixture_layers, with_prediction_layers
 from msrl.models.hf_config import HfConfig
 from msrl.models.layer_rules.names import ExpertNames
-from msrl.models.mixture import aux_loss_coef, layer_experts
+from msrl.models.mixture import aux_loss_coef, layer_experts, shared_experts
 from msrl.models.shape import Moe, Shape
 
 ARCHITECTURES = ("HYV3ForCausalLM",)
@@ -32,7 +32,7 @@ def shape(config: HfConfig) -> Shape:
         num_experts=config.count("num_experts", 192),
         experts_per_token=config.count("num_experts_per_tok", 8),
         ffn_hidden_size=ffn,
-        shared_ffn_hidden_size=ffn * config.count("num_shared_experts", 1),
+        shared_ffn_hidden_size=ffn * shared_experts(config, "num_shared_experts", 1),
         score="sigmoid",
         scaling_factor=config.positive("router_scaling_factor", 2.826),
         expert_bias=True,
@@ -48,6 +48,6 @@ def shape(config: HfConfig) -> Shape:
         max_position_embeddings=131072,
         norm_eps=1e-5,
         rope_theta=11158840.0,
-        experts=layer_experts(config, moe, mixture_layers(config, 1)),
+        experts=layer_experts(config, moe, mixture_layers(config, 1, reads="kinds")),
     )
     return with_prediction_layers(config, decoder)

@@ -43,6 +43,8 @@ def shape(config: HfConfig) -> Shape:
         aux_loss_coef=aux_loss_coef(config),
     )
     rotary_dim = config.count("rotary_dim", head_dim)
+    if rotary_dim > head_dim:
+        config.fail("rotary_dim", f"exceeds the {head_dim} channels of a head")
     decoder = decoder_shape(
         config,
         family="minimax_m2",

@@ -1,11 +1,12 @@
 """Qwen 3, mixture of experts (transformers' `Qwen3MoeForCausalLM`).
 
-The attention is Qwen 3's. Every layer or some layers have experts.
+The attention is Qwen 3's, with a window in all layers or in none. Every layer or some layers have
+experts.
 """
 
 from __future__ import annotations
 
-from msrl.models.decoder import decoder_shape, switched_window
+from msrl.models.decoder import decoder_shape, same_window, used_window
 from msrl.models.hf_config import HfConfig
 from msrl.models.mixture import aux_loss_coef, layer_experts, sparse_layers
 from msrl.models.shape import Moe, Shape
@@ -30,6 +31,6 @@ def shape(config: HfConfig) -> Shape:
         qk_norm=True,
         max_position_embeddings=32768,
         num_key_value_heads=4,
-        windows=switched_window(config),
+        windows=same_window(config, used_window(config)),
         experts=layer_experts(config, moe, sparse_layers(config)),
     )
