@@ -11,7 +11,7 @@ from pathlib import Path
 from msrl.errors import MsrlError
 from msrl.models.families import shape_from_config
 from msrl.models.hf_config import HfConfig, read_hf_config
-from msrl.models.shape import Indexer, Mla, Shape
+from msrl.models.shape import Attention, Indexer, Mla, Shape
 from msrl.platforms.base import Platform
 from msrl.rollout import engine_source
 from msrl.rollout.engine import BYTES_PER_ELEMENT, EngineSettings, check_platform, is_eager
@@ -25,6 +25,16 @@ COMPILED_ROUTES = (
     "train.router.replay=engine requires. Remove it."
 )
 _NO_COMPILATION = "TORCHDYNAMO_DISABLE"
+# Families whose classes in vLLM do not read the window of each layer.
+_WINDOWS_OF_EVEN_LAYERS = ("gpt_oss",)
+_ONE_WINDOW = ("qwen2", "qwen2_vl", "qwen2_5_vl", "internvl", "qwen3", "qwen3_moe", "mixtral")
+# Keys that vLLM reads, and transformers does not need, with the defaults of the config classes.
+_MIXTURE_KEYS: dict[str, dict[str, int | None]] = {
+    "hy_v3": {"first_k_dense_replace": None, "expert_hidden_dim": None},
+    "glm4_moe_lite": {"first_k_dense_replace": None},
+    "glm_moe_dsa": {"first_k_dense_replace": 3},
+    "deepseek_v32": {"first_k_dense_replace": 3},
+}
 _NOT_GENERATED = "The model can be converted and trained (train-sft), but not used for generation."
 
 
@@ -73,6 +83,8 @@ def check_model(config: HfConfig, shape: Shape, platform: Platform) -> None:
     if shape.indexer is not None:
         _check_indexer(config, shape, shape.indexer, platform)
     _check_attention(config, shape, platform)
+    _check_windows(config, shape)
+    _check_mixture(config, shape)
     if platform.groups_sigmoid_scores:
         _check_scores(config, shape, platform)
     if any(rotary.query_growth for rotary in shape.rotaries):
@@ -136,6 +148,42 @@ def _check_attention(config: HfConfig, shape: Shape, platform: Platform) -> None
             f"{config.where}: {key}: vLLM's Qwen2 requires hidden_size / num_attention_heads. "
             f"{_NOT_GENERATED}"
         )
+
+
+def _check_windows(config: HfConfig, shape: Shape) -> None:
+    """Check that vLLM's class gives the same layers a window. vLLM itself checks only some."""
+    has_window = [isinstance(x.mixer, Attention) and bool(x.mixer.window) for x in shape.layers]
+    if shape.family in _WINDOWS_OF_EVEN_LAYERS:
+        differs = any(has_window) and has_window != [n % 2 == 0 for n in range(len(has_window))]
+    else:
+        differs = shape.family in _ONE_WINDOW and len(set(has_window)) > 1
+    if differs:
+        layers = "every second layer" if shape.family in _WINDOWS_OF_EVEN_LAYERS else "all layers"
+        key = "layer_types" if "layer_types" in config.values else "max_window_layers"
+        raise MsrlError(
+            f"{config.where}: {key}: vLLM's {shape.architecture} has a window in {layers} or in "
+            f"none. {_NOT_GENERATED}"
+        )
+
+
+def _check_mixture(config: HfConfig, shape: Shape) -> None:
+    """Check that a config has the keys from which vLLM knows the experts of each layer."""
+    keys = _MIXTURE_KEYS.get(shape.family, {})
+    if shape.moe is None or not keys:
+        return
+    dense = shape.mixture_layers.index(True)
+    if not all(shape.mixture_layers[dense:]):
+        raise MsrlError(
+            f"{config.where}: mlp_layer_types: vLLM has experts in all layers after the first "
+            f"dense ones. {_NOT_GENERATED}"
+        )
+    values = {"first_k_dense_replace": dense, "expert_hidden_dim": shape.moe.ffn_hidden_size}
+    for key, default in keys.items():
+        if config.values.get(key, default) != values[key]:
+            raise MsrlError(
+                f"{config.where}: {key}: vLLM reads this key, and not the one of transformers 5. "
+                f"Set it to {values[key]}."
+            )
 
 
 def _check_scores(config: HfConfig, shape: Shape, platform: Platform) -> None:

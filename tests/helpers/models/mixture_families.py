@@ -171,7 +171,7 @@ QWEN3_VL_MOE = {
     "vision_config": {**QWEN3_VL["vision_config"], "model_type": "qwen3_vl_moe"},
 }
 GLM47_FLASH = {
-    **{key: value for key, value in DEEPSEEK_V3.items() if key not in ("first_k_dense_replace",)},
+    **DEEPSEEK_V3,
     "architectures": ["Glm4MoeLiteForCausalLM"],
     "model_type": "glm4_moe_lite",
     "n_group": 1,
@@ -232,6 +232,7 @@ HY_V3 = {
     "num_experts_per_tok": 3,
     "num_shared_experts": 1,
     "moe_intermediate_size": 48,
+    "expert_hidden_dim": 48,
     "router_scaling_factor": 2.826,
     "first_k_dense_replace": 1,
 }

@@ -108,6 +108,92 @@ def test_experts_scored_by_sigmoid_need_groups_on_cpu(
     assert refusal(settings, "cuda") == ""
 
 
+ALTERNATING = ["full_attention", "sliding_attention"] * 2
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "fragments"),
+    [
+        ("gpt-oss", {"layer_types": ALTERNATING}, ("layer_types", "GptOss", "every second layer")),
+        ("gpt-oss", {}, ()),
+        ("gpt-oss", {"layer_types": ["full_attention"] * 4}, ()),
+        (
+            "qwen2.5",
+            {"use_sliding_window": True, "layer_types": ALTERNATING},
+            ("layer_types", "Qwen2ForCausalLM", "all layers"),
+        ),
+        ("qwen3", {"use_sliding_window": True, "max_window_layers": 1}, ("max_window_layers",)),
+        ("qwen3", {"use_sliding_window": True, "max_window_layers": 0}, ()),
+        ("gemma 2", {"layer_types": ALTERNATING}, ()),
+    ],
+)
+def test_windows_that_vllm_does_not_read_are_refused(
+    tmp_path: Path, name: str, changes: dict[str, Any], fragments: tuple[str, ...]
+) -> None:
+    config = {**(FAMILIES | MIXTURES)[name].config, "hidden_size": 128, **changes}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    for platform in ("cpu", "cuda"):
+        message = refusal(EngineSettings(tmp_path), platform)
+        assert_mentions(message, *fragments)
+        assert bool(message) == bool(fragments)
+
+
+def _attributes(module: str) -> set[str]:
+    """Return the names of the attributes that a class of a model in vLLM uses."""
+    file = f"model_executor/models/{module}.py"
+    nodes = engine_source.statements(file) or pytest.skip("no vLLM")
+    found = (node for statement in nodes for node in ast.walk(statement))
+    return {node.attr for node in found if isinstance(node, ast.Attribute)}
+
+
+def test_the_classes_of_vllm_do_not_read_the_window_of_each_layer() -> None:
+    for module in ("gpt_oss", "qwen2", "qwen3", "qwen3_moe", "mixtral"):
+        assert "layer_types" not in _attributes(module)
+    assert "sliding_window" in _attributes("gpt_oss") and "layer_types" in _attributes("gemma2")
+
+
+LITE = {"hidden_size": 128, "kv_lora_rank": 512, "qk_rope_head_dim": 64}
+KINDS = ["dense", "sparse", "dense", "sparse"]
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "fragments"),
+    [
+        ("hunyuan 3", {}, ()),
+        ("hunyuan 3", {"expert_hidden_dim": None}, ("expert_hidden_dim", "Set it to 48")),
+        ("hunyuan 3", {"first_k_dense_replace": None}, ("first_k_dense_replace", "Set it to 1")),
+        ("glm 4.7 flash", LITE, ()),
+        (
+            "glm 4.7 flash",
+            {**LITE, "first_k_dense_replace": None},
+            ("first_k_dense_replace", "Set it to 1"),
+        ),
+        (
+            "glm 4.7 flash",
+            {**LITE, "first_k_dense_replace": None, "mlp_layer_types": KINDS},
+            ("mlp_layer_types", "dense"),
+        ),
+    ],
+)
+def test_a_key_of_experts_that_only_vllm_reads_must_be_set(
+    tmp_path: Path, name: str, changes: dict[str, Any], fragments: tuple[str, ...]
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({**MIXTURES[name].config, **changes}))
+    for platform in ("cpu", "cuda"):
+        message = refusal(EngineSettings(tmp_path), platform)
+        assert_mentions(message, *fragments)
+        assert bool(message) == bool(fragments)
+
+
+def test_only_vllm_reads_these_keys_of_experts() -> None:
+    from transformers import Glm4MoeLiteConfig, HYV3Config
+
+    keys = {"expert_hidden_dim", "first_k_dense_replace"}
+    assert keys <= _attributes("hy_v3") and "first_k_dense_replace" in _attributes("glm4_moe_lite")
+    for config in (Glm4MoeLiteConfig(), HYV3Config()):
+        assert not any(hasattr(config, key) for key in keys)
+
+
 def test_the_router_of_vllm_refuses_sigmoid_scores_without_groups_on_cpu() -> None:
     from vllm.model_executor.layers.fused_moe.router.cpu_router import CPURouter
 
