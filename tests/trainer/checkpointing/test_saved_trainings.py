@@ -5,11 +5,14 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
 from msrl.checkpoint.mcore.files import iteration_dir, namespace, rank_folder
+from msrl.config.sections.train import VisionConfig
 from msrl.errors import MsrlError
 from msrl.models.families import load_shape
 from msrl.models.shape import Shape
@@ -292,3 +295,30 @@ def test_an_error_of_a_background_save_is_raised_by_the_next_call(tmp_path, monk
     assert [saved.step for saved in saver.finished_saves(must_wait=True)] == [
         3
     ] and saver.finished_saves() == []
+
+
+@pytest.mark.slow  # imports Megatron
+@pytest.mark.parametrize(
+    ("before", "key"),
+    [
+        ({"freeze": ["*.bias"]}, "train.freeze"),
+        ({"freeze": ["*.norm.weight", "*.bias"]}, "train.freeze"),
+        ({"trains_vision": ["projector_lr"]}, "train.vision.projector_lr"),
+        ({"trains_indexers": True}, "train.indexer_loss_coef"),
+        ({"critic": {"updates": 3}}, "algo.advantage.estimator"),
+    ],
+)
+def test_a_training_of_other_parameters_is_refused(before: dict[str, object], key: str) -> None:
+    from msrl.platforms import get
+
+    get("cpu").prepare()
+    from msrl.trainer.checkpointing.state import _check_resumable
+
+    settings = SimpleNamespace(
+        freeze=("*.norm.weight",), vision=VisionConfig(), indexer_loss_coef=0.0
+    )
+    rank: Any = SimpleNamespace(main=SimpleNamespace(settings=settings), critic=None)
+    same: dict[str, object] = {"freeze": ["*.norm.weight"]}
+    _check_resumable(rank, SavedTraining(Path("runs"), 3), same)
+    with pytest.raises(MsrlError, match=mentions(key, "checkpoint.load")):
+        _check_resumable(rank, SavedTraining(Path("runs"), 3), {**same, **before})

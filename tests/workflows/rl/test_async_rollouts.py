@@ -223,23 +223,30 @@ def test_each_prompt_is_trained_once_within_the_bound(
                 assert step - staleness <= versions.min() <= versions.max() <= step
 
 
-def test_the_seeds_are_those_of_a_synchronous_run() -> None:
-    options = AsyncConfig(max_staleness=2)
-    workers = LocalEngines()
-    seeds = dict[int, list[int | None]]()
+def record_seeds(workers: LocalEngines) -> dict[int, dict[int, list[int | None]]]:
+    """Return the seeds that engines get from now on, by number of the prompt and attempt."""
+    seeds = dict[int, dict[int, list[int | None]]]()
     for engine in workers.engines:
         add_request = engine.add_request
 
         def record(request: str, prompt: Prompt, *more: Any, add: Any = add_request) -> None:
-            seeds.setdefault(int(request.split()[0]), []).append(more[1])
+            number, attempt = map(int, request.partition("/")[0].split())
+            seeds.setdefault(number, {}).setdefault(attempt, []).append(more[1])
             add(request, prompt, *more)
 
         engine.add_request = record  # type: ignore[method-assign]
+    return seeds
+
+
+def test_the_seeds_are_those_of_a_synchronous_run() -> None:
+    options = AsyncConfig(max_staleness=2)
+    workers = LocalEngines()
+    seeds = record_seeds(workers)
     with make_rollouts(options, workers) as rollouts:
         train(rollouts, range(STEPS))
     for step in range(STEPS):
         prompts = make_job(options).prompts.after(step * BATCH, BATCH)
-        own = [seed for n in range(step * BATCH, (step + 1) * BATCH) for seed in seeds[n]]
+        own = [seed for n in range(step * BATCH, (step + 1) * BATCH) for seed in seeds[n][1]]
         assert own == sample_seeds(prompts, SAMPLING, policy_version=step)
 
 
@@ -524,6 +531,7 @@ def test_tokens_of_groups_that_are_dropped_or_lost_are_counted() -> None:
         return step()
 
     slow.step = step_without_end
+    seeds = record_seeds(workers)
     options, sums = AsyncConfig(max_staleness=1, on_stale="drop"), Counter[str]()
     with make_rollouts(options, workers) as rollouts:
         for number in range(3):
@@ -534,6 +542,8 @@ def test_tokens_of_groups_that_are_dropped_or_lost_are_counted() -> None:
         dropped, reissued = (sums[f"rollout/{name}_groups"] for name in ("dropped", "reissued"))
         assert dropped == reissued > 0
         assert sums["rollout/dropped_tokens"] == sums["rollout/reissued_tokens"] > 0
+        attempts = [list(tries.values()) for tries in seeds.values() if len(tries) > 1]
+        assert len(attempts) == dropped and all(first == again for first, again in attempts)
         before = rollouts._statistics.repeated.copy()
         wait_until(lambda: slow.weights == 3 and has_tokens(rollouts, list(slow.remaining)))
         lose_engine(rollouts)

@@ -252,6 +252,20 @@ def test_only_the_tokens_with_the_highest_entropy_of_an_update_are_selected(fold
     assert ranks.requests == [] and "selected" not in ranks.sequences[0].fields
 
 
+@pytest.mark.parametrize(
+    ("old_logprobs", "num_passes"), [("trainer", 1), ("behavior", 0), ("log-linear", 0)]
+)
+def test_only_log_probabilities_of_the_trainer_need_another_pass(
+    folder: Path, old_logprobs: str, num_passes: int
+) -> None:
+    ranks = Ranks()
+    updates = "train.updates={samples_per_update: 2, shuffle: false}"
+    run_step(make_updater(ranks, f"algo.old_logprobs={old_logprobs}", updates))
+    assert len(ranks.requests) == num_passes and len(ranks.sequences) == 2
+    for sequences in ranks.sequences:
+        assert ("old_logprobs" in sequences.fields) == (num_passes > 0)
+
+
 def test_importance_weights_are_normalized_by_the_mean_of_each_update(folder: Path):
     """The trainer gives -1 and the sampler -1.5 or -0.5: weights e^0.5 and e^-0.5."""
     ranks = Ranks()
