@@ -683,6 +683,64 @@ def test_no_object_is_close_to_every_expected_value(program, tests):
     assert code.score(fence(program), answer, partial=True, case_s=30.0, total_s=300.0) == 0.0
 
 
+COMPARED_BY_FUNCTIONS = [
+    "assert np.allclose(f(3), 2.5)",
+    "assert np.allclose(f(3), np.array([1, 2]))",
+    "assert np.isclose([[1], [2]], f(3)).all()",
+    "np.testing.assert_allclose(f(3), 2.5)",
+    "np.testing.assert_array_equal(2.5, f(3))",
+    "from numpy import allclose\nassert allclose(a=2.5, b=f(3))",
+]
+COMPARED_BY_OPERATORS = [
+    "assert np.all(f(3) == np.array([[1], [2]]))",
+    "assert (abs(f(3) - np.array([[1], [2]])) < 1e-6).all()",
+    "assert np.linalg.norm(np.array(f(3)) - np.array([[1], [2]])) < 1e-6",
+    "assert not np.any(f(3) - 2.5)",
+]
+
+
+@needs_namespaces
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("value", "tests"),
+    [
+        ("np.empty((0, 1))", COMPARED_BY_FUNCTIONS + COMPARED_BY_OPERATORS),
+        ("np.empty(0)", COMPARED_BY_FUNCTIONS + COMPARED_BY_OPERATORS),
+        ("[]", COMPARED_BY_FUNCTIONS),
+    ],
+)
+def test_an_empty_array_is_equal_to_no_values(value, tests):
+    """Broadcasting makes a comparison with an empty array empty, and `all` of nothing is true."""
+    answer = json.dumps([f"import numpy as np\n{test}" for test in tests])
+    program = f"import numpy as np\ndef f(x): return {value}"
+    assert code.score(fence(program), answer, partial=True, case_s=30.0, total_s=300.0) == 0.0
+
+
+@needs_namespaces
+@pytest.mark.parametrize(
+    ("value", "test"),
+    [
+        ("[]", "assert np.allclose([], f(3)) and np.allclose(f(3), [])"),
+        (
+            "np.empty((0, 2))",
+            "assert np.allclose(np.empty((0, 2)), f(3)) and f(3).shape == (0, 2)\n"
+            "np.testing.assert_array_equal(f(3), np.empty((0, 2)))\n"
+            "assert np.asarray(f(3)).tolist() == [] and isinstance(f(3), np.ndarray)",
+        ),
+        (
+            "x * 2.0",
+            "assert np.allclose(f(3), 6) and np.isclose(a=f(2), b=4, rtol=1e-3)\n"
+            "assert (f(np.ones((2, 1))) == [2, 2]).all() and f(np.empty(0)).size == 0\n"
+            "np.testing.assert_allclose(f(np.ones(2)), [2, 2], rtol=1e-6)",
+        ),
+    ],
+)
+def test_honest_arrays_are_equal_to_their_values(value, test):
+    program = f"import numpy as np\ndef f(x): return {value}"
+    text = f"import numpy as np\n{test}"
+    assert code.score(fence(program), text, case_s=30.0, total_s=60.0) == 1.0
+
+
 # Every attribute and item is a function that agrees, and it holds every number.
 AGREEABLE = (
     "class X:\n    __getattr__ = lambda self, name: lambda *a, **k: True\n"
