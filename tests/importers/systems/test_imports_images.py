@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from msrl.config.sections.reward import RewardConfig
 from msrl.config.sources import parse, plain
 from msrl.errors import MsrlError
 from msrl.importers.command import native_yaml, translate_arguments
@@ -285,3 +287,111 @@ def test_a_script_of_mindspeed_mm_names_the_files_to_import(system: str, tmp_pat
     script.write_text("torchrun pretrain_vlm.py --lr 1e-5 --mm-data a.json\nT=`date`\n")
     with pytest.raises(MsrlError, match=mentions("run.sh", "--mm-data", "--from mindspeed-mm")):
         translate_arguments(system, [str(script)])
+
+
+# --- verl
+
+PPO = "python3 -m verl.trainer.main_ppo algorithm.adv_estimator=grpo "
+SFT = "torchrun -m verl.trainer.sft_trainer optim.lr=2e-6 "
+ACTOR = "actor_rollout_ref.actor"
+MODELS = {PPO: "actor_rollout_ref.model.path", SFT: "model.path"}
+LIMITED = '+data.mm_processor_kwargs="{max_pixels: 501760, min_pixels: 3136}"'
+
+
+def verl(
+    folder: Path,
+    *keys: str,
+    program: str = PPO,
+    model: str = "Qwen/Qwen2.5-VL-7B-Instruct",
+    approximate: bool = True,
+) -> Translation:
+    """Return the translation of a command of verl with these keys."""
+    file = folder / "run.sh"
+    rate = "" if program == SFT else f"{ACTOR}.optim.lr=2e-6 "
+    given = f"{MODELS[program]}={model} {rate}{' '.join(keys)}"
+    file.write_text(f"{program}data.train_files=/data/train.parquet {given}\n")
+    return translate_arguments("verl", [str(file)], approximate=approximate)
+
+
+@pytest.mark.parametrize("program", [PPO, SFT])
+@pytest.mark.parametrize(
+    ("keys", "model", "rates"),
+    [
+        ((), "Qwen/Qwen3-VL-8B-Instruct", RATES),
+        ((), "OpenGVLab/InternVL3-1B-hf", RATES),
+        (("data.image_key=images",), "/models/mine", RATES),
+        ((), "Qwen/Qwen3-8B", None),
+    ],
+)
+def test_the_tower_is_trained_as_verl_trains_it(
+    program: str, keys: tuple[str, ...], model: str, rates: object, tmp_path: Path
+) -> None:
+    translation = verl(tmp_path, *keys, program=program, model=model)
+    assert tree(translation)["train"].get("vision") == rates
+
+
+def test_keys_of_images_of_verl_have_a_status(tmp_path: Path) -> None:
+    keys = ("data.image_key=pictures", LIMITED, f"{ACTOR}.freeze_vision_tower=True")
+    translation = verl(tmp_path, *keys)
+    native, found = tree(translation), statuses(translation)
+    assert native["preprocess"] == {
+        "map_keys": {"extra.tag": "data_source", "images": "pictures"},
+        "max_pixels": 501760,
+        "min_pixels": 3136,
+    }
+    assert "vision" not in native["train"]
+    for key in ("image_key", "mm_processor_kwargs", "freeze_vision_tower"):
+        assert found[key] is KeyStatus.APPLIED
+    assert any("resizes" in remark for remark in translation.remarks)
+    assert any("freeze_vision_tower" in remark for remark in translation.remarks)
+    text = verl(tmp_path, *keys[2:], model="Qwen/Qwen3-8B")
+    assert statuses(text)["freeze_vision_tower"] is KeyStatus.DEAD
+
+
+def test_adapters_of_verl_are_those_of_the_language_model(tmp_path: Path) -> None:
+    rank, excluded = (
+        f"actor_rollout_ref.model.{key}"
+        for key in ("lora_rank=8", "exclude_modules=\"'.*visual.*'\"")
+    )
+    translation = verl(tmp_path, rank, excluded)
+    assert statuses(translation)["exclude_modules"] is KeyStatus.SAME
+    assert not any("lora_rank" in text for text in translation.differences)
+    assert tree(translation)["train"]["lora"]["rank"] == 8
+    with pytest.raises(MsrlError, match=mentions("lora_rank=8", "vision tower", "--approximate")):
+        verl(tmp_path, rank, approximate=False)
+    with pytest.raises(MsrlError, match=mentions("exclude_modules", "target_modules")):
+        verl(tmp_path, rank, "actor_rollout_ref.model.exclude_modules=q_proj")
+
+
+def test_the_score_of_geometry_has_the_weights_of_verl(tmp_path: Path) -> None:
+    with pytest.raises(MsrlError, match=mentions("mathruler", "--approximate")):
+        verl(tmp_path, approximate=False)
+    rewards = tree(verl(tmp_path))["reward"]["sources"]
+    tag = "hiyouga/geometry3k"
+    sources = RewardConfig.model_validate({"sources": rewards}, strict=False).sources
+    response = "<think>\n60 + 30\n</think>So \\boxed{90}"
+    scores = [
+        source.weight * score_with(source, response, "90")
+        for source in sources
+        if tag in source.tags
+    ]
+    assert scores == [0.9, 0.1]
+
+
+def score_with(source: Any, response: str, answer: str) -> float:
+    verifier = importlib.import_module(f"msrl.rewards.verifiers.{source.verifier}")
+    return verifier.score(response, answer, **source.options)
+
+
+@pytest.mark.parametrize(
+    ("key", "words"),
+    [
+        (LIMITED.replace("max_pixels", "do_resize"), ("mm_processor_kwargs", "do_resize")),
+        ("algorithm.adv_estimator=gae", ("adv_estimator=gae", "images")),
+    ],
+)
+def test_what_verl_does_with_images_and_msrl_does_not_is_refused(
+    key: str, words: tuple[str, ...], tmp_path: Path
+) -> None:
+    with pytest.raises(MsrlError, match=mentions(*words)):
+        verl(tmp_path, key)

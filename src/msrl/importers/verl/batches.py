@@ -7,8 +7,6 @@ verl/workers/engine.
 
 from __future__ import annotations
 
-import re
-from pathlib import Path
 from typing import Any, cast
 
 from msrl.config.sources import wrap
@@ -16,6 +14,7 @@ from msrl.importers.native_keys import has_key
 from msrl.importers.sections import Keys, settings_of
 from msrl.importers.table import as_list
 from msrl.importers.translation import KeyStatus, SourceKey
+from msrl.importers.verl.images import are_of_tower, has_images
 from msrl.importers.verl.layout import data_parallel, shared_ranks
 from msrl.importers.verl.sections import ACTOR, MODEL, OPTIM, ROLLOUT, Sections
 
@@ -25,30 +24,6 @@ POLICY, CRITIC = "train.optimizer", "cluster.roles.critic.optimizer"
 _FROM_ZERO = "train.optimizer.warmup_from_zero"
 _NO_BETAS = "Megatron of the original has [0.9, 0.999] whatever this is"
 _CRITIC_LR = 1e-5  # default of the original, in which the policy's is 1e-6
-
-
-_IMAGE_KEYS = ("image_key", "video_key", "audio_key")
-_MODALITY = r"(^|[/_.-])(vl|vlm|omni(?![_-]?math)|vision|video|audio|multimodal)\d*([/_.-]|$)"
-_IMAGE_DATA = re.compile(rf"geo3k|geometry3k|{_MODALITY}", re.I)
-_IMAGE_MODEL = re.compile(
-    rf"{_MODALITY}|-(1|4|4\.\d|4_1)V(-|$)|(^|[/_.-])(MiniCPM-[oV]|InternVL|LLaVA|SmolVLM|PaliGemma"
-    r"|Pixtral|Voxtral|Janus|Idefics|QVQ|Whisper|Ultravox|Ovis)|-R1V",
-    re.I,
-)
-
-
-def needs_images(sections: Sections) -> str:
-    """Return the feature that a run on images, video or audio needs; empty for one on text."""
-    data, feature = sections["data"], "the import of a training on images, video or audio"
-    key = next((entry for name in _IMAGE_KEYS if (entry := data.get(name))), None)
-    is_default = key is not None and Path(key.origin.name).suffix in (".yaml", ".yml")
-    if key is not None and key.value and not is_default:  # complete files have every key
-        return f"{feature} ({key.path}={key.value})"
-    files = [str(name) for name in as_list(data.value("train_files"))]
-    model = str(sections[MODEL].value("path"))
-    name = next((name for name in files if _IMAGE_DATA.search(name)), None)
-    name = model if name is None and _IMAGE_MODEL.search(model) else name
-    return f"{feature} ({name})" if name else ""
 
 
 def put_data(sections: Sections) -> None:
@@ -65,8 +40,6 @@ def put_data(sections: Sections) -> None:
     text = "longer prompts are dropped, and their number is reported"
     data.record("truncation", KeyStatus.SAME, text)
     data.record("filter_overlong_prompts", KeyStatus.SAME, text)
-    for key in _IMAGE_KEYS:
-        data.record(key, KeyStatus.DEAD, "read with images only")
     seed = data.get("seed")
     if seed is not None and seed.value is not None:
         data.translation.assign(seed, ["run.seed"], seed.value)
@@ -427,13 +400,28 @@ def put_adapters(sections: Sections) -> None:
     if uses_nested and keys.value("dropout"):
         keys.put("dropout", "train.lora.dropout")
     keys.record("dropout", KeyStatus.OFF, "")
-    if keys.value("exclude_modules"):
+    excluded = keys.value("exclude_modules")
+    if are_of_tower(excluded):
+        text = "the vision tower has no adapters in msrl"
+        keys.record("exclude_modules", KeyStatus.SAME, text)
+    elif excluded:
         keys.add_error("exclude_modules", "not supported: name the layers in target_modules")
+    _report_adapters_of_tower(sections, keys, names[0])
     keys.record("exclude_modules", KeyStatus.OFF, "")
     if keys.get("type") and keys.value("type") != "lora":
         keys.add_error("type", "not supported: msrl has lora")
     for section, name in ((flat, "lora_adapter_path"), (nested, "adapter_path")):
         _refuse_adapters(section, name)
+
+
+def _report_adapters_of_tower(sections: Sections, keys: Keys, rank: str) -> None:
+    """Report adapters in the vision tower, which the original has unless they are excluded."""
+    data, entry = "sft.data" if sections.is_supervised else "data", keys.get(rank)
+    if entry is None or are_of_tower(keys.value("exclude_modules")):
+        return
+    if has_images(sections, data):
+        text = "the original also has adapters in the vision tower, msrl in the language model only"
+        keys.translation.report_difference(entry, text)
 
 
 def _refuse_adapters(keys: Keys, name: str) -> None:

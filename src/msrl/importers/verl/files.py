@@ -22,13 +22,13 @@ from msrl.importers.verl import sft
 from msrl.importers.verl.algorithm import put_algorithm, reads_log_probs
 from msrl.importers.verl.batches import (
     POLICY,
-    needs_images,
     put_adapters,
     put_batches,
     put_data,
     put_optimizer,
 )
 from msrl.importers.verl.composition import OWN_FILES, Choices, compose
+from msrl.importers.verl.images import put_images, refused_media
 from msrl.importers.verl.layout import put_layout
 from msrl.importers.verl.rewards import put_filter_source, put_rewards
 from msrl.importers.verl.rollout import put_evaluation, put_rollout, put_routing
@@ -72,7 +72,7 @@ def _translate_supervised(
 
 def _translate_training(translation: Translation, tree: Node, choices: Choices) -> Translation:
     sections = Sections.of(translation, tree)
-    if feature := needs_images(sections):
+    if feature := refused_media(sections):
         translation.errors[:] = [f"{translation.name}: not supported: {feature}"]
         translation.is_refused = True
         return translation
@@ -86,6 +86,7 @@ def _translate_training(translation: Translation, tree: Node, choices: Choices) 
     put_batches(sections)
     put_optimizer(sections, OPTIM, POLICY)
     put_adapters(sections)
+    put_images(sections)
     put_algorithm(sections)
     put_rollout(sections)
     put_routing(sections)

@@ -14,6 +14,7 @@ from msrl.config.sources import wrap
 from msrl.importers.sections import Keys, settings_of
 from msrl.importers.translation import KeyStatus, SourceKey
 from msrl.importers.verl.algorithm import filters_by_score
+from msrl.importers.verl.images import has_images
 from msrl.importers.verl.sections import Sections
 
 _FUNCTION, _MODEL = "reward.custom_reward_function", "reward.reward_model"
@@ -126,11 +127,36 @@ _SOURCES: tuple[dict[str, Any], ...] = (
     {**_DAPO, "tags": ["math_dapo", "math", "math_dapo_reasoning", *_AIME]},
 )
 
+# The original compares answers with the package mathruler.
+_GEOMETRY: tuple[dict[str, Any], ...] = (
+    {"verifier": "math_17k_acc", "name": "geometry", "weight": 0.9, "tags": ["hiyouga/geometry3k"]},
+    {
+        "verifier": "regex_match",
+        "name": "geometry_format",
+        "options": {"pattern": r"^<think>.*</think>.*\\boxed\{.*\}"},
+        "weight": 0.1,
+        "tags": ["hiyouga/geometry3k"],
+    },
+)
+
+
+def _report_geometry(keys: Keys) -> None:
+    entry = keys.get("train_files")
+    if entry is not None:
+        text = (
+            "the original compares answers of hiyouga/geometry3k with the package mathruler, msrl "
+            "with the verifier math_17k_acc"
+        )
+        keys.translation.report_difference(entry, text)
+
 
 def _put_default_scores(sections: Sections) -> None:
     """Set a source for each kind of score that msrl has; rows of other sources have none."""
     keys = sections["data"]
     sources = [dict(source) for source in _SOURCES]
+    if has_images(sections):
+        sources += [dict(source) for source in _GEOMETRY]
+        _report_geometry(keys)
     origin = keys.origin("train_files")
     sections.translation.set("reward.sources", wrap(sources, origin))
     text = (

@@ -15,11 +15,11 @@ from msrl.importers.shell import Word, flags
 from msrl.importers.translation import KeyStatus, Translation
 from msrl.importers.verl.batches import (
     POLICY,
-    needs_images,
     put_adapters,
     put_files,
     put_optimizer,
 )
+from msrl.importers.verl.images import put_images, refused_media
 from msrl.importers.verl.layout import put_layout, shared_ranks
 from msrl.importers.verl.run import put_run
 from msrl.importers.verl.sections import FSDP, MODEL, OPTIM, Sections, supervised_paths
@@ -67,7 +67,7 @@ def put_supervised(translation: Translation, tree: Node, engine: str) -> None:
         translation.errors.append(f"{translation.name}: {text}{', '.join(_ENGINES)}.")
         return
     sections = Sections.of(translation, tree, supervised_paths(engine))
-    if feature := needs_images(sections):
+    if feature := refused_media(sections, "sft.data"):
         translation.errors.append(f"{translation.name}: not supported: {feature}")
         return
     sections.is_supervised, sections.is_megatron = True, engine == "megatron"
@@ -77,6 +77,7 @@ def put_supervised(translation: Translation, tree: Node, engine: str) -> None:
     put_layout(sections)
     put_optimizer(sections, OPTIM, POLICY)
     put_adapters(sections)
+    put_images(sections, "sft.data")
     _put_data(sections)
     _put_batches(sections)
     put_run(sections)
