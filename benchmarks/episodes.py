@@ -12,6 +12,7 @@ CPU: a turn computes the tokens of the last incomplete block again.
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import tempfile
 import time
@@ -29,7 +30,6 @@ from msrl.rollout.engine import EngineSettings
 from msrl.rollout.episodes.settings import EpisodeSettings
 from msrl.rollout.runtime.episode_sampler import EpisodeSampler
 from msrl.types import Prompt, RolloutGroup, SamplingParams
-from msrl.workflows.engine import early_environment
 
 ROOT = Path(__file__).resolve().parents[1]
 NUM_EPISODES, NUM_TURNS, TURN_TOKENS, DELAY_S = 64, 4, 32, 0.2
@@ -60,7 +60,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--layers", type=int, default=22, help="Layers of the random model.")
     parser.add_argument("--hidden", type=int, default=2048, help="Hidden size of the random model.")
     options = parser.parse_args(arguments)
-    early_environment()
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # torch reads it when it is imported
     with tempfile.TemporaryDirectory() as folder:
         make_model(Path(folder), options.layers, options.hidden)
         times = measure(Path(folder), options.seconds)

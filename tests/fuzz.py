@@ -63,7 +63,7 @@ from msrl.data.columns import DroppedRow
 from msrl.data.files.readers import read_batches
 from msrl.data.handlers import make_handler
 from msrl.data.images.files import ImageReader, ImageWriter
-from msrl.data.images.load import ImageSettings, Picture, load_images
+from msrl.data.images.load import ImageRecord, ImageSettings, load_images
 from msrl.data.images.marks import IMAGE, attach_images
 from msrl.data.indexed import IndexedReader, IndexedWriter
 from msrl.data.native import native_examples, native_prompts
@@ -752,12 +752,12 @@ def _prepare_images(root: Path) -> None:
     global IMAGES, IMAGE_FILES, PICTURES
     IMAGES = ImageSettings(read_vision_settings(vision_folders.write_folder(root / "vision")), "")
     PICTURES = {form: encoded(picture(40, 30), form) for form in PICTURE_FORMS}
-    found: dict[str, Picture] = {}
+    records: dict[str, ImageRecord] = {}
     row = attach_images(Conversation((Message("user", "<image>"),)), PICTURES["PNG"])
-    load_images(row, IMAGES, root, found, {})
+    load_images(row, IMAGES, root, records, {})
     (root / "images").mkdir()
     writer = ImageWriter(root / "images", "x", is_linked=False)
-    number = writer.add_picture(next(iter(found.values())))
+    number = writer.add_image(next(iter(records.values())))
     writer.add_rows([((3, number),), ()])
     list(writer.close())
     IMAGE_FILES = {path.name: path.read_bytes() for path in (root / "images").iterdir()}

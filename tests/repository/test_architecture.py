@@ -177,6 +177,36 @@ def test_there_are_no_relative_imports() -> None:
     assert not violations
 
 
+def defined_names(path: Path) -> set[str]:
+    """Return the names that a module defines or imports."""
+    names = set[str]()
+    for node in nodes(tree(path)):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            names.add(node.name)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            names.add(node.id)
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            names.update(alias.asname or alias.name for alias in node.names)
+    return names
+
+
+def test_scripts_import_names_that_exist() -> None:
+    """No test imports fuzz.py, soak.py and the benchmarks."""
+    missing = []
+    for folder in ("tests", "benchmarks", "examples", "docs"):
+        for path in sorted((ROOT / folder).rglob("*.py")):
+            for node in nodes(tree(path)):
+                if not isinstance(node, ast.ImportFrom) or not str(node.module).startswith("msrl."):
+                    continue
+                module = SOURCE.parent.joinpath(*str(node.module).split("."))
+                file = module / "__init__.py" if module.is_dir() else module.with_suffix(".py")
+                known = defined_names(file) if file.is_file() else set()
+                known |= {inner.stem for inner in module.glob("*")}
+                absent = [alias.name for alias in node.names if alias.name not in known]
+                missing += [f"{path.relative_to(ROOT)}: {node.module}.{name}" for name in absent]
+    assert not missing
+
+
 def layers() -> list[set[str]]:
     """Return the packages of every layer in pyproject.toml, top layer first."""
     contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"][
