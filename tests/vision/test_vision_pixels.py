@@ -74,6 +74,15 @@ def test_pixels_equal_those_of_transformers(settings, processor, width, height, 
     assert plain.dtype == np.uint8 and plain.shape == patches.shape
 
 
+def test_gray_levels_of_16_bits_are_those_of_a_viewer(settings):
+    levels = np.random.default_rng(0).integers(0, 256, (60, 90), np.uint8)
+    noise = np.random.default_rng(1).integers(0, 256, (60, 90), np.uint16)
+    deep = encoded(Image.fromarray(levels.astype(np.uint16) << 8 | noise), "PNG")
+    plain = encoded(Image.fromarray(levels), "PNG")
+    assert Image.open(io.BytesIO(deep)).mode == "I;16" and check_image(deep) == (60, 90)
+    assert np.array_equal(decode_image(deep, settings), decode_image(plain, settings))
+
+
 def test_the_orientation_of_exif_is_applied(settings):
     image = picture(90, 60, seed=5)
     for orientation in range(1, 9):

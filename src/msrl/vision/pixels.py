@@ -255,9 +255,19 @@ def _rgb(image: Image) -> Image:
         image.load()
         turn = _TURNS.get(image.getexif().get(_ORIENTATION, 1))
         turned = image if turn is None else image.transpose(getattr(transpose, turn))
-        return turned.convert("RGB")
+        return _with_8_bits(turned).convert("RGB")
     except _DAMAGED as error:
         raise _damaged(error) from error
+
+
+def _with_8_bits(image: Image) -> Image:
+    """Return an image whose gray levels of 16 bits have the upper 8, as viewers show them.
+
+    Pillow makes all levels above 255 white.
+    """
+    if not image.mode.startswith("I"):
+        return image
+    return _pillow().fromarray((np.asarray(image) >> 8).clip(0, 255).astype(np.uint8))
 
 
 def _too_large(size: str) -> ImageError:
