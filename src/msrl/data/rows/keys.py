@@ -266,7 +266,7 @@ MEANINGS = (
         ("image", "video", "audio", "pixel", "multimodal", "modal"), _is_true,
         "images are read from content parts and the column images of conversations; videos and "
         "sounds are not supported",
-        "Name a column of images with --map-keys '{\"images\": \"{key}\"}', or remove the row",
+        "If it has images, name it with --map-keys '{\"images\": \"{key}\"}', otherwise remove it",
         _ALL,
     ),
     Meaning(
