@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -20,7 +21,7 @@ from msrl.models.families import load_shape
 from msrl.platforms import get
 from msrl.types import Floats
 from msrl.verification.logits import transformers_model
-from msrl.workflows.diagnose.collect import open_ranks, trainer_image
+from msrl.workflows.diagnose.collect import compare, open_engine, open_ranks, trainer_image
 from msrl.workflows.diagnose.images import image_probe, reference_stages
 from msrl.workflows.diagnose.target import open_target
 from support import mentions
@@ -47,6 +48,21 @@ def test_the_first_stage_of_an_image_that_deviates_is_named(stage: str) -> None:
     cause = judge(with_stages(later)).cause
     assert cause is not None and (cause.name, cause.where) == ("image", "trainer")
     assert mentions(stage) and stage in cause.problem and "transformers" in cause.remedy
+
+
+def test_other_features_of_the_engine_are_named_with_and_without_transformers() -> None:
+    evidence = with_stages()
+    features = {"features": evidence.trainer.image["features"] + np.float32(0.5)}
+    other = replace(evidence, engine=replace(evidence.engine, image=features))
+    alone = replace(other, reference=replace(other.reference, image={}))
+    for each, word in ((other, "transformers"), (alone, "trainer")):
+        cause = judge(each).cause
+        assert cause is not None and (cause.name, cause.where) == ("image", "engine")
+        assert "features" in cause.problem and word in cause.remedy
+    scores = recorded.exact()
+    apart = replace(evidence, with_image=(scores, scores + np.float32(0.5)))
+    cause = judge(apart).cause
+    assert cause is not None and cause.name == "unknown"
 
 
 def test_equal_stages_and_a_model_without_a_tower_are_healthy() -> None:
@@ -98,6 +114,31 @@ def test_the_stages_of_the_ranks_equal_those_of_transformers(
     folder_without.unlink()
     assert image_probe(target.plan.shape, target.reference_dir) is None
     assert mentions("images") and "images" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+@pytest.mark.full
+@pytest.mark.parametrize("name", ["qwen2.5-vl", "qwen3-vl"])
+def test_an_engine_whose_tower_computes_other_features_is_named(name: str, tmp_path: Path) -> None:
+    folder = vision_models.save_model(tmp_path / "model", name)
+    sets = [f"model.path={folder}", "model.dtype=float32", "rollout.max_prompt_tokens=400"]
+    target = open_target(load_configuration(sets=sets).config, "cpu", None)
+    target = replace(target, prompts=target.prompts[:2])
+    platform, probe = get("cpu"), image_probe(target.plan.shape, target.reference_dir)
+    with open_ranks(target, platform) as ranks, open_engine(target, platform, probe) as engine:
+        healthy = compare(target, ranks, engine, probe)
+        core: Any = engine._llm.llm_engine.engine_core.engine_core  # in this process
+        tower = core.model_executor.driver_worker.worker.model_runner.get_model().visual
+        handle = tower.register_forward_hook(lambda _, __, output: output * 1.1)
+        faulty = judge(compare(target, ranks, engine, probe)).cause
+        handle.remove()
+    assert judge(healthy).cause is None
+    own, expected = healthy.engine.image["features"], healthy.trainer.image["features"]
+    assert _largest(own, expected) < 1e-5
+    assert healthy.with_image is not None
+    np.testing.assert_allclose(*healthy.with_image, rtol=0, atol=1e-5)
+    assert faulty is not None and (faulty.name, faulty.where) == ("image", "engine")
+    assert "features" in faulty.problem
 
 
 def _largest(values: Floats, expected: Floats) -> float:

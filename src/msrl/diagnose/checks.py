@@ -19,7 +19,7 @@ _MAX_NAMES = 3  # of weights or settings in a cause
 _EXACT = {"float32": 1e-3, "float16": 2e-2, "bfloat16": 1.5e-1}  # limits of `_error`
 _IMAGE_STAGES = {
     "pixels": "preprocessor_config.json and the version of Pillow",
-    "features": "the projector",
+    "features": "the vision tower and its projector",
     "positions": "the rope settings of config.json, and the positions",
 }
 _MAX_REROUTED = {"float32": 0.01, "float16": 0.05, "bfloat16": 0.2}  # share of (token, layer)
@@ -271,19 +271,23 @@ def check_router(evidence: Evidence) -> Cause | None:
 
 
 def check_image(evidence: Evidence) -> Cause | None:
-    """Find the first stage of an image whose values deviate from transformers' values."""
-    expected = evidence.reference.image
-    for where, component in ((ENGINE, evidence.engine), (TRAINER, evidence.trainer)):
+    """Find the first stage of an image whose values deviate from transformers' values.
+
+    Without these, the engine's values are compared with the trainer's.
+    """
+    expected = {**evidence.trainer.image, **evidence.reference.image}
+    for where, component in ((TRAINER, evidence.trainer), (ENGINE, evidence.engine)):
         for name, values in component.image.items():
             error = _error(values, expected[name]) if name in expected else 0.0
             if not error <= _EXACT[component.dtype]:
+                other = "transformers" if name in evidence.reference.image else "the trainer"
                 return Cause(
                     "image",
                     where,
-                    f"{name} of an image are the first that deviate from those of transformers "
+                    f"{name} of an image are the first that deviate from those of {other} "
                     f"(relative error {error:.1e})",
                     f"Compare {_IMAGE_STAGES.get(name, 'this block of the vision tower')} in the "
-                    f"{where} with transformers.",
+                    f"{where} with {other}.",
                 )
     return None
 

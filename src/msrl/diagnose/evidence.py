@@ -109,6 +109,8 @@ class Evidence:
         adapted: Weights that have a LoRA adapter.
         base_digests: Digests of the weights without adapters.
         recorded: Comparison with the rollout record; None without one.
+        with_image: Log-probabilities of a sequence with an image, in the engine and in the trainer;
+            None if no image is compared.
     """
 
     sampling: SamplingParams
@@ -120,6 +122,7 @@ class Evidence:
     adapted: frozenset[str] = frozenset()
     base_digests: Mapping[str, str] = field(default_factory=dict[str, str])
     recorded: Recorded | None = None
+    with_image: tuple[Floats, Floats] | None = None  # [T - 1] each
 
     @property
     def rounding(self) -> Gap | None:

@@ -77,6 +77,8 @@ def _comparisons(evidence: Evidence, limits: HealthyRange) -> tuple[ScoreCompari
     if evidence.cache is not None:
         cache = evidence.cache
         pairs["engine: with prefix cache, without"] = (cache.cached, cache.recomputed)
+    if evidence.with_image is not None:
+        pairs["engine, trainer: with an image"] = evidence.with_image
     if evidence.recorded is not None:
         recorded = evidence.recorded
         pairs[f"recorded in step {recorded.step}, trainer"] = (recorded.behavior, recorded.trainer)

@@ -17,6 +17,7 @@ class ForwardRecorder:
     _layers: Recorder
     _router_logits: Recorder
     _router_biases: dict[str, Floats]
+    _features: Recorder
 
     def describe_model(self) -> dict[str, Any]:
         """Return dtype, dtype of the KV cache and the model's config as vLLM reads them."""
@@ -65,3 +66,14 @@ class ForwardRecorder:
     def end_recording(self) -> tuple[dict[str, Floats], dict[str, Floats], dict[str, Floats]]:
         """Return outputs of layers [T, H], logits of routers [T, E] and their biases [E]."""
         return self._layers.end(), self._router_logits.end(), self._router_biases
+
+    def begin_features(self) -> None:
+        """Record the outputs of the vision tower until `end_features`."""
+        self._features = Recorder()
+        tower = getattr(self.model_runner.get_model(), "visual", None)
+        if tower is not None:
+            self._features.watch("features", tower, first_output)
+
+    def end_features(self) -> Floats | None:  # [F, c]
+        """Return the features of images, those for deeper layers behind; None without a tower."""
+        return self._features.end().get("features")

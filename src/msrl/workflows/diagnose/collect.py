@@ -26,7 +26,7 @@ from msrl.trainer.objective.requests import TokenRequest
 from msrl.types import Floats, Ints, Prompt, SamplingParams
 from msrl.workflows.diagnose import reference
 from msrl.workflows.diagnose.encodings import folder_encodings, rendered_encodings
-from msrl.workflows.diagnose.images import ImageProbe, image_probe
+from msrl.workflows.diagnose.images import FEATURES, ImageProbe, image_probe
 from msrl.workflows.diagnose.target import Target
 from msrl.workflows.diagnose.worker import DiagnoseWorker, RankRecording
 from msrl.workflows.engine import engine_settings, started_engine
@@ -72,14 +72,15 @@ class SampledTokens:
 
 def collect(target: Target, platform: Platform) -> Evidence:
     """Start ranks and an engine, and return the evidence about their agreement."""
+    probe = image_probe(target.plan.shape, target.reference_dir)
     with contextlib.ExitStack() as stack:
         with progress("starting the training ranks", total=1, unit="model replica") as bar:
             trainers = stack.enter_context(open_ranks(target, platform))
             bar.advance()
         with progress("starting the engine", total=1, unit="engine") as bar:
-            engine = stack.enter_context(open_engine(target, platform))
+            engine = stack.enter_context(open_engine(target, platform, probe))
             bar.advance()
-        return compare(target, trainers, engine)
+        return compare(target, trainers, engine, probe)
 
 
 @contextlib.contextmanager
@@ -102,9 +103,15 @@ def open_ranks(
 
 
 @contextlib.contextmanager
-def open_engine(target: Target, platform: Platform) -> Iterator[VllmEngine]:
-    """Start an engine as a run does: with random weights, which the ranks replace."""
+def open_engine(
+    target: Target, platform: Platform, probe: ImageProbe | None = None
+) -> Iterator[VllmEngine]:
+    """Start an engine as a run does: with random weights, which the ranks replace.
+
+    It reads images if there is one to compare.
+    """
     plan = target.plan
+    images = probe.engine_images if probe is not None and _fits(target, probe) else None
     settings = engine_settings(
         plan.config,
         plan.model.hf_dir,
@@ -113,11 +120,17 @@ def open_engine(target: Target, platform: Platform) -> Iterator[VllmEngine]:
         max_model_len=target.max_model_len,
         random_weights=True,
     )
-    with started_engine(replace(settings, tokenizer_dir=plan.tokenizer_dir), platform) as engine:
+    settings = replace(settings, tokenizer_dir=plan.tokenizer_dir, images=images)
+    with started_engine(settings, platform) as engine:
         yield engine
 
 
-def compare(target: Target, trainers: TrainerGroup, engine: VllmEngine) -> Evidence:
+def compare(
+    target: Target,
+    trainers: TrainerGroup,
+    engine: VllmEngine,
+    probe: ImageProbe | None = None,
+) -> Evidence:
     """Return the evidence about running ranks and a running engine."""
     probes = _probes(target)
     has_cache = target.plan.rollout.engine.prefix_cache
@@ -129,7 +142,6 @@ def compare(target: Target, trainers: TrainerGroup, engine: VllmEngine) -> Evide
     with progress("sampling", total=len(target.prompts), unit="sequences") as bar:
         cache = _cache_probe(engine, probes) if has_cache else None
         samples = _sample(target, engine, bar.advance)
-    probe = image_probe(target.plan.shape, target.reference_dir)
     expected = reference.score(
         target.source,
         target.plan.dtype,
@@ -141,6 +153,10 @@ def compare(target: Target, trainers: TrainerGroup, engine: VllmEngine) -> Evide
     logprobs = _logprobs(target, trainers, engine, samples, expected)
     with progress("recording the layers of engine and ranks", total=2, unit="passes") as bar:
         engine_component = _engine_component(target, engine, samples, _worst(sent, received))
+        with_image = None
+        if probe is not None and _fits(target, probe):
+            features, with_image = _with_image(target, trainers, engine, probe)
+            engine_component = replace(engine_component, image=features)
         bar.advance()
         trainer_component = _trainer_component(target, trainers, samples, sent, probe)
         bar.advance()
@@ -168,6 +184,7 @@ def compare(target: Target, trainers: TrainerGroup, engine: VllmEngine) -> Evide
         adapted=target.adapted,
         base_digests={} if target.base is None else _digests(target.base, target.plan.dtype),
         recorded=recorded,
+        with_image=with_image,
     )
 
 
@@ -392,6 +409,27 @@ def _trainer_component(
         experts={int(name.split()[-1]): _columns(rows) for name, rows in routed.items()},
         image={} if probe is None else trainer_image(trainers, probe),
     )
+
+
+def _with_image(
+    target: Target, trainers: TrainerGroup, engine: VllmEngine, probe: ImageProbe
+) -> tuple[dict[str, Floats], tuple[Floats, Floats]]:
+    """Return the engine's features of an image, and log-probabilities of engine and ranks."""
+    ids, images = probe.token_ids, (probe.image,)
+    engine.forget_prompts()
+    engine.call_workers("begin_features")
+    (scores,) = engine.score([ids], [images])
+    features: Floats | None = engine.call_workers("end_features")[0]
+    sequences = Sequences((ids,), (np.arange(len(ids)) > 0,), {}, images=(images,))
+    (row,) = trainers.forward(TokenRequest(), sequences, BatchLimits(1))["logprobs"]
+    if features is None:
+        return {}, (scores, row[1:])
+    # Features of Qwen3-VL for deeper layers follow those of the embedding.
+    return {FEATURES: features[:, : target.plan.shape.hidden_size]}, (scores, row[1:])
+
+
+def _fits(target: Target, probe: ImageProbe) -> bool:
+    return len(probe.token_ids) < target.max_model_len
 
 
 def trainer_image(trainers: TrainerGroup, probe: ImageProbe) -> dict[str, Floats]:

@@ -20,6 +20,7 @@ from msrl.errors import MsrlError
 from msrl.limits import print_note
 from msrl.models.shape import Shape
 from msrl.packages import missing_package
+from msrl.rollout.engine import EngineImages
 from msrl.types import Floats, Image, Ints, MicroBatch, PlacedImage
 from msrl.vision.settings import VisionSettings, read_vision_settings
 from msrl.vision.sizes import grid_of, image_tokens
@@ -49,6 +50,13 @@ class ImageProbe:
         ends = np.array([0, len(self.token_ids)], np.int32)
         no_loss = np.zeros(len(self.token_ids), np.bool_)
         return MicroBatch(self.token_ids, self.token_ids, no_loss, ends, images=(self.image,))
+
+    @property
+    def engine_images(self) -> EngineImages:
+        """Limits of an engine that reads this image only."""
+        rows, columns = self.image.image.grid[1:]
+        num_pixels = rows * columns * self.settings.patch_size**2
+        return EngineImages(1, self.settings.with_limits(None, num_pixels))
 
 
 def image_probe(shape: Shape, folder: Path) -> ImageProbe | None:
