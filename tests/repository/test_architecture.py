@@ -192,18 +192,20 @@ def defined_names(path: Path) -> set[str]:
 
 def test_scripts_import_names_that_exist() -> None:
     """No test imports fuzz.py, soak.py and the benchmarks."""
+    scripts = list(TESTS.glob("*.py"))
+    for folder in ("benchmarks", "examples", "docs"):
+        scripts += (ROOT / folder).rglob("*.py")
     missing = []
-    for folder in ("tests", "benchmarks", "examples", "docs"):
-        for path in sorted((ROOT / folder).rglob("*.py")):
-            for node in nodes(tree(path)):
-                if not isinstance(node, ast.ImportFrom) or not str(node.module).startswith("msrl."):
-                    continue
-                module = SOURCE.parent.joinpath(*str(node.module).split("."))
-                file = module / "__init__.py" if module.is_dir() else module.with_suffix(".py")
-                known = defined_names(file) if file.is_file() else set()
-                known |= {inner.stem for inner in module.glob("*")}
-                absent = [alias.name for alias in node.names if alias.name not in known]
-                missing += [f"{path.relative_to(ROOT)}: {node.module}.{name}" for name in absent]
+    for path in scripts:
+        for node in nodes(tree(path)):
+            if not isinstance(node, ast.ImportFrom) or not str(node.module).startswith("msrl."):
+                continue
+            module = SOURCE.parent.joinpath(*str(node.module).split("."))
+            file = module / "__init__.py" if module.is_dir() else module.with_suffix(".py")
+            known = defined_names(file) if file.is_file() else set()
+            known |= {inner.stem for inner in module.glob("*")}
+            absent = [alias.name for alias in node.names if alias.name not in known]
+            missing += [f"{path.relative_to(ROOT)}: {node.module}.{name}" for name in absent]
     assert not missing
 
 

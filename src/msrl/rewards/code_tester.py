@@ -795,7 +795,7 @@ def _run_tests(text: str, peer: Tester) -> None:
     sys.modules["__main__"] = module
     if "unittest" in text:
         _require_unittest_success()
-    if "numpy" in text or "np." in text:
+    if "numpy" in text or "np" in names:
         with suppress(ImportError):
             _guard_numpy()
     module.__dict__.update(
