@@ -26,7 +26,9 @@ PEERS_DIR = ROOT / "../shared/bench"
 TORCH = "torch==2.13.0"
 TORCH_NPU = "torch_npu==2.13.0"  # the release for TORCH; NPUs themselves use 2.10
 MEGATRON_NEXT = "megatron-core==0.19.2"  # the extras install 0.16.1
-TRACKERS = ("swanlab", "wandb")  # extras of pyproject.toml; TensorBoard is always installed
+# Extras of pyproject.toml, each of which is tested in its own environment.
+TRACKERS = ("clearml", "mlflow", "swanlab", "trackio", "wandb")  # TensorBoard is always installed
+TRACKER_TESTS = ("tests/registry/test_extension_points.py", "tests/tracking")
 PLAYWRIGHT = "playwright==1.65.2"
 AXE_URL = "https://registry.npmjs.org/axe-core/-/axe-core-4.10.3.tgz"
 AXE_SHA256 = "0f2b4d7dcdf7d1219df8d1959ad68e565f51d14c3f0d88bb71cd59abeb956292"
@@ -186,13 +188,8 @@ def browser(session: nox.Session) -> None:
 @nox.session
 def trackers(session: nox.Session) -> None:
     """Test each tracker that is an extra in its own environment: `-- [PYTEST-OPTION...]`."""
-    install(session, "cpu,dev")
     for name in TRACKERS:
-        folder = ROOT / ".nox" / "trackers" / name
-        install_extra(session, name, folder)
-        command = ("-m", "pytest", "-n", "0", "-rs", "tests/registry/test_extension_points.py")
-        options = ("-k", f"reader and {name}", *session.posargs)
-        session.run(str(folder / "bin" / "python"), *command, *options, env=OFFLINE | ONE_THREAD)
+        test_extra(session, name, *TRACKER_TESTS, "-k", f"(reader or every_attempt) and {name}")
 
 
 @nox.session
@@ -272,6 +269,15 @@ def run_tests(session: nox.Session, *options: str) -> None:
     """Run pytest in parallel with these options and those after `--`."""
     install(session, "cpu,dev")
     python(session, "-m", "pytest", *options, *parallel_options(), *session.posargs)
+
+
+def test_extra(session: nox.Session, extra: str, *tests: str) -> None:
+    """Run tests and the options after `--` in an environment that has an extra."""
+    install(session, "cpu,dev")
+    folder = ROOT / ".nox" / "extras" / extra
+    install_extra(session, extra, folder)
+    command = ("-m", "pytest", "-n", "0", "-rs", *tests, *session.posargs)
+    session.run(str(folder / "bin" / "python"), *command, env=OFFLINE | ONE_THREAD)
 
 
 def run_example(session: nox.Session, *args: str) -> None:

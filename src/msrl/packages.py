@@ -3,7 +3,18 @@
 from __future__ import annotations
 
 # Modules of optional packages, by the extra that installs them; all others come with the platform.
-EXTRAS = {name: name for name in ("gymnasium", "mcp", "swanlab", "wandb")}
+EXTRAS = {
+    name: name
+    for name in (
+        "clearml",
+        "gymnasium",
+        "mcp",
+        "mlflow",
+        "swanlab",
+        "trackio",
+        "wandb",
+    )
+}
 PLATFORM_MODULES = frozenset(
     {
         "datasets", "gguf", "google_crc32c", "huggingface_hub", "isal", "jinja2", "megatron",

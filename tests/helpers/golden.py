@@ -441,6 +441,32 @@ def _swanlab(folder: Path) -> list[tuple[int, float]]:
     return [(row.step, row.value.number) for row in scalars if row.key == "train/loss"]
 
 
+def _mlflow(folder: Path) -> list[tuple[int, float]]:
+    import sqlite3
+
+    with sqlite3.connect(folder / "mlflow" / "mlflow.db") as database:
+        query = "SELECT step, value FROM metrics WHERE key = 'train/loss' ORDER BY step"
+        return database.execute(query).fetchall()
+
+
+def _trackio(folder: Path) -> list[tuple[int, float]]:
+    import json
+    import sqlite3
+
+    with sqlite3.connect(folder / "trackio" / "msrl.db") as database:
+        rows = database.execute("SELECT step, metrics FROM metrics ORDER BY step").fetchall()
+    return [(step, json.loads(metrics)["train/loss"]) for step, metrics in rows]
+
+
+def _clearml(folder: Path) -> list[tuple[int, float]]:
+    import json
+
+    (file,) = folder.glob("clearml/offline/*/metrics.jsonl")
+    events = [event for line in file.read_text().splitlines() for event in json.loads(line)]
+    scalars = [e for e in events if (e.get("metric"), e.get("variant")) == ("train", "loss")]
+    return [(event["iter"], event["value"]) for event in scalars]
+
+
 @dataclass(frozen=True, slots=True)
 class TrackerRow:
     """Reader of what a tracker wrote to a run folder: steps and values of `train/loss`.
@@ -454,8 +480,11 @@ class TrackerRow:
 
 
 TRACKERS: dict[str, TrackerRow] = {
+    "clearml": TrackerRow(_clearml, "clearml", (("CLEARML_OFFLINE_MODE", "1"),)),
+    "mlflow": TrackerRow(_mlflow, "mlflow"),
     "swanlab": TrackerRow(_swanlab, "swanlab", (("SWANLAB_MODE", "offline"),)),
     "tensorboard": TrackerRow(_tensorboard, "tensorboard"),
+    "trackio": TrackerRow(_trackio, "trackio"),
     "wandb": TrackerRow(_wandb, "wandb", (("WANDB_MODE", "offline"),)),
 }
 

@@ -512,3 +512,13 @@ def test_a_critic_has_the_betas_of_the_policy_which_megatron_does_not_read(tmp_p
     assert values([gae, other, "model_engine=megatron"], tmp_path)
     with pytest.raises(MsrlError, match=mentions("critic.optim.betas", "policy")):
         values([gae, other], tmp_path)
+
+
+def test_trackers_have_the_project_of_the_original(tmp_path: Path) -> None:
+    names = "trainer.logger=[console,wandb,mlflow,clearml,trackio]"
+    log = values([names, "trainer.project_name=math"], tmp_path)["log"]
+    assert log["trackers"] == ["wandb", "mlflow", "clearml", "trackio"]
+    project = {"project": "math"}
+    assert log["options"] == {
+        "wandb": project, "mlflow": {"experiment": "math"}, "clearml": project, "trackio": project
+    }  # fmt: skip

@@ -305,7 +305,9 @@ class LogConfig(Section):
         default_factory=dict[str, dict[str, Any]],
         description="Options of the trackers by name. wandb: project, entity, group, name, tags, "
         "notes, id, dir and mode. swanlab: project, workspace, group, name, tags, notes, dir and "
-        "mode. tensorboard: dir.",
+        "mode. mlflow: uri, experiment, group, name, tags, notes and dir. clearml: project, group, "
+        "name, tags, notes, dir and mode. trackio: project, group, name, space, server and dir. "
+        "tensorboard: dir.",
         examples=[{"wandb": {"project": "math"}}],
     )
     save_rollouts: Bool = Field(

@@ -15,7 +15,14 @@ from msrl.importers.verl.algorithm import MEANS, OWN_MEANS, SUMS
 from msrl.importers.verl.batches import CRITIC, put_optimizer
 from msrl.importers.verl.sections import ACTOR, LOSS, Sections
 
-_WITH_PROJECT = ("wandb", "swanlab")
+# Options of msrl's trackers that are verl's project.
+_PROJECTS = {
+    "clearml": "project",
+    "mlflow": "experiment",
+    "swanlab": "project",
+    "trackio": "project",
+    "wandb": "project",
+}
 _VALUE_MODE = "algo.value.aggregate"
 _CRITIC_OPTIM = "critic.optim"
 
@@ -84,7 +91,8 @@ def put_trackers(trainer: Keys) -> None:
     why = f"without {', '.join(missing)}: metrics.jsonl has all metrics" if missing else ""
     trainer.assign("logger", ["log.trackers"], trackers, why=why)
     project = trainer.value("project_name")
-    natives = [f"log.options.{name}.project" for name in trackers if name in _WITH_PROJECT]
+    projects = [name for name in trackers if name in _PROJECTS]
+    natives = [f"log.options.{name}.{_PROJECTS[name]}" for name in projects]
     if natives and trainer.get("project_name"):
         trainer.assign("project_name", natives, project)
     trainer.record("project_name", KeyStatus.DEAD, "read by trackers that msrl does not use")
