@@ -29,6 +29,9 @@ MEGATRON_NEXT = "megatron-core==0.19.2"  # the extras install 0.16.1
 # Extras of pyproject.toml, each of which is tested in its own environment.
 TRACKERS = ("clearml", "mlflow", "swanlab", "trackio", "wandb")  # TensorBoard is always installed
 TRACKER_TESTS = ("tests/registry/test_extension_points.py", "tests/tracking")
+TASKS = {
+    "reasoning": ("tests/workflows/preprocess/test_reasoning_tasks.py",),
+}
 PLAYWRIGHT = "playwright==1.65.2"
 AXE_URL = "https://registry.npmjs.org/axe-core/-/axe-core-4.10.3.tgz"
 AXE_SHA256 = "0f2b4d7dcdf7d1219df8d1959ad68e565f51d14c3f0d88bb71cd59abeb956292"
@@ -190,6 +193,13 @@ def trackers(session: nox.Session) -> None:
     """Test each tracker that is an extra in its own environment: `-- [PYTEST-OPTION...]`."""
     for name in TRACKERS:
         test_extra(session, name, *TRACKER_TESTS, "-k", f"(reader or every_attempt) and {name}")
+
+
+@nox.session
+def tasks(session: nox.Session) -> None:
+    """Test the tasks of other packages, each in its own environment."""
+    for name, tests in TASKS.items():
+        test_extra(session, name, *tests)
 
 
 @nox.session

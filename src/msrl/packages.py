@@ -14,7 +14,7 @@ EXTRAS = {
         "trackio",
         "wandb",
     )
-}
+} | {"reasoning_gym": "reasoning"}
 PLATFORM_MODULES = frozenset(
     {
         "datasets", "gguf", "google_crc32c", "huggingface_hub", "isal", "jinja2", "megatron",

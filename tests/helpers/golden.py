@@ -345,7 +345,13 @@ _TURNS = (("user", "1 + 1?"), ("assistant", "2"))
 _CHAT = {
     "conversations": [{"from": "human", "value": "1 + 1?"}, {"from": "gpt", "value": "2"}],
 }
+_RECORD = {"task": "chain_sum", "parameters": {"size": 1, "seed": 0}, "index": 0}
 HANDLERS: dict[str, HandlerRow] = {
+    "reasoning_gym": HandlerRow(
+        {"question": "1 + 1?", "answer": "2", "record": _RECORD},
+        (("user", "1 + 1?\n\nWrite only the final answer between <answer> and </answer>."),),
+        '{"task": "chain_sum", "parameters": {"size": 1, "seed": 0}, "index": 0}',
+    ),
     "alpaca": HandlerRow({"instruction": "1 + 1?", "output": "2"}, _TURNS),
     "gsm8k": HandlerRow(
         {"question": "1 + 1?", "answer": "1 + 1 = 2\n#### 2"},

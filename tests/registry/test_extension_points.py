@@ -13,6 +13,7 @@ import families
 import golden
 import mixture_families
 import scripted_episodes
+import test_reasoning_tasks
 import test_rewards_verifiers
 from msrl import registry
 from msrl.config.presets import preset_names, preset_values
@@ -43,7 +44,11 @@ def plugins(package: str) -> Callable[[], Collection[str]]:
     return lambda: registry.names(package)
 
 
-VERIFIERS = {*test_rewards_verifiers.CASES, *test_rewards_verifiers.NEEDS_A_SANDBOX}
+VERIFIERS = {
+    *test_rewards_verifiers.CASES,
+    *test_rewards_verifiers.NEEDS_A_SANDBOX,
+    *test_rewards_verifiers.NEEDS_A_PACKAGE,
+}
 FAMILIES = {row.architecture for row in (families.FAMILIES | mixture_families.MIXTURES).values()}
 KINDS = {
     "advantage estimator": Kind(
@@ -64,6 +69,11 @@ KINDS = {
     ),
     "dataset handler": Kind(
         plugins(HANDLERS), golden.HANDLERS, "HANDLERS in tests/helpers/golden.py"
+    ),
+    "package of tasks": Kind(
+        plugins(registry.TASKS),
+        test_reasoning_tasks.TASKS,
+        "TASKS in tests/workflows/preprocess/test_reasoning_tasks.py",
     ),
     "tracker": Kind(plugins(TRACKERS), golden.TRACKERS, "TRACKERS in tests/helpers/golden.py"),
     "prompt template": Kind(

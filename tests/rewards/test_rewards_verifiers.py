@@ -310,6 +310,7 @@ CASES = {
     ],
 }
 NEEDS_A_SANDBOX = {"code"}  # cases in test_rewards_sandbox.py
+NEEDS_A_PACKAGE = {"reasoning_gym"}  # cases in test_reasoning_tasks.py
 OPTIONS = {
     "regex_match": {"pattern": r"^<think>.*</think>"},
     "regex_answer": {"pattern": r"#### *(\S+)"},
@@ -1087,7 +1088,7 @@ def test_plain_integers_are_compared_in_microseconds():
 )
 def test_hostile_repetition_takes_linear_time(response):
     start = time.process_time()
-    for name in {*registry.names(PACKAGE)} - NEEDS_A_SANDBOX:
+    for name in {*registry.names(PACKAGE)} - NEEDS_A_SANDBOX - NEEDS_A_PACKAGE:
         verifier(name).score(response, "1", **OPTIONS.get(name, {}))
         verifier(name).score("<think>" + response, "1", **OPTIONS.get(name, {}))
     assert time.process_time() - start < 10  # quadratic time would be minutes

@@ -7,6 +7,7 @@ import importlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+from msrl import registry
 from msrl.checks.inputs import (
     check_folder,
     check_model_path,
@@ -139,12 +140,11 @@ def _convert_shape(resolved: Resolved, config_dir: Path) -> Iterator[str]:
 
 def check_preprocess(resolved: Resolved) -> Iterator[str]:
     preprocess = resolved.config.preprocess
-    yield from check_required(
-        resolved,
-        "preprocess.input",
-        "preprocess.tokenizer",
-        "preprocess.handler",
-    )
+    handlers = importlib.import_module("msrl.data.handlers")
+    handler = preprocess.handler or handlers.default_handler(preprocess.input)
+    yield from check_required(resolved, "preprocess.input", "preprocess.tokenizer")
+    if handler is None:
+        yield from check_required(resolved, "preprocess.handler")
     if preprocess.show is None:
         yield from check_required(resolved, "preprocess.output_prefix")
     if preprocess.output_prefix is not None and preprocess.output_prefix.endswith("/"):
@@ -153,15 +153,18 @@ def check_preprocess(resolved: Resolved) -> Iterator[str]:
             "is a folder. Append a file name prefix, as in data/sft.",
         )
     for i, name in enumerate(preprocess.input):
-        if not Path(name).exists() and not glob.glob(name):  # noqa: PTH207  (pathlib takes no absolute patterns)
+        if registry.task_package(name):
+            location = importlib.import_module("msrl.data.files.location")
+            if problem := location.mistake(name):
+                yield resolved.mistake(f"preprocess.input.{i}", problem)
+        elif not Path(name).exists() and not glob.glob(name):  # noqa: PTH207  (pathlib takes no absolute patterns)
             yield resolved.mistake(
                 f"preprocess.input.{i}", f"file or folder not found{path_hint(name)}"
             )
     yield from check_folder(resolved, "preprocess.tokenizer")
     yield from check_template(resolved, "preprocess.template")
-    if preprocess.handler is not None:
-        handlers = importlib.import_module("msrl.data.handlers")
-        if problem := handlers.handler_mistake(preprocess.handler):
+    if handler is not None:
+        if problem := handlers.handler_mistake(handler):
             yield resolved.mistake("preprocess.handler", problem)
         elif not _writes_text(resolved, handlers.ALIASES):
             names = ", ".join(template_names())

@@ -18,6 +18,7 @@ from msrl.config.loader import Resolved
 from msrl.config.schema import Config
 from msrl.errors import ManyErrors, MsrlError
 from msrl.hub import Content, HubName, Snapshot, download, parse_name
+from msrl.registry import task_package
 
 _TRAINING: tuple[tuple[str, Content], ...] = (
     ("model.path", "weights"),
@@ -135,7 +136,9 @@ def _hub_values(config: Config, command: str) -> Iterator[HubValue]:
     datasets = list(_datasets(config, command))
     yield from datasets
     names = (config.data.train, config.data.eval, *config.data.blend)
-    has_rows = bool(datasets) or any(name and Path(name).exists() for name in names)
+    has_rows = bool(datasets) or any(
+        name and (Path(name).exists() or task_package(name)) for name in names
+    )
     if has_rows and command != "preprocess":
         keys.append(("preprocess.tokenizer", "metadata"))
     for key, content in keys:

@@ -29,6 +29,7 @@ HANDLERS = "msrl.data.handlers"
 LOSSES = "msrl.algorithms.losses"
 PLATFORMS = "msrl.platforms"
 PREFERENCES = "msrl.algorithms.preference"
+TASKS = "msrl.data.tasks"
 TOOL_FORMATS = "msrl.environments.tool_formats"
 TRACKERS = "msrl.tracking.trackers"
 VERIFIERS = "msrl.rewards.verifiers"
@@ -51,6 +52,12 @@ def names(package: str) -> tuple[str, ...]:
     """
     files = (file.stem for file in folder(package).glob("*.py"))
     return tuple(sorted(name for name in files if name[0] != "_" and name != _INTERFACE))
+
+
+def task_package(text: str) -> str | None:
+    """Return the plugin of TASKS that generates the rows of `PLUGIN:TASK?KEY=VALUE`, or None."""
+    name, separator, _ = text.partition(":")
+    return name if separator and name in names(TASKS) else None
 
 
 def folder(package: str) -> Path:

@@ -92,7 +92,10 @@ def _load(function: Function) -> _VerifierCall:
         NotLoadedError: A user's file cannot be executed or does not define the function.
     """
     if function.file is None:
-        target = getattr(importlib.import_module(function.module), function.attribute)
+        module = importlib.import_module(function.module)
+        if hasattr(module, "prepare"):
+            module.prepare()
+        target = getattr(module, function.attribute)
     else:
         target = load_function(function.file, function.module, function.attribute)
         return bind(target, function)

@@ -24,8 +24,8 @@ from typing import NamedTuple
 
 from msrl.config.schema import Config, PreprocessConfig
 from msrl.data.chat_template import chat_template
-from msrl.data.files.readers import RowBatch, find_files, read_batches
-from msrl.data.handlers import make_handler
+from msrl.data.files.readers import DataFile, RowBatch, find_files, read_batches
+from msrl.data.handlers import default_handler, make_handler
 from msrl.data.images.load import FileState
 from msrl.data.manifest import KEYS, TEXTS, bad_rows_path, reason_text
 from msrl.data.native import shows_date, with_date
@@ -161,7 +161,7 @@ def check(config: Config) -> int:
     return num_read
 
 
-def _batches(job: TokenizeSettings, files: Iterable[Path]) -> Iterator[RowBatch]:
+def _batches(job: TokenizeSettings, files: Iterable[DataFile]) -> Iterator[RowBatch]:
     """Return the batches of files, which are smaller if rows may have images."""
     return read_batches(files) if job.image_settings is None else split_batches(read_batches(files))
 
@@ -172,7 +172,7 @@ def make_job(settings: PreprocessConfig) -> TokenizeSettings:
     Raises:
         MsrlError: a setting is not valid. This is checked before any row is read.
     """
-    name = _require("handler", settings.handler)
+    name = _require("handler", settings.handler or default_handler(settings.input))
     handler = make_handler(
         name, kind=settings.kind, map_keys=settings.map_keys, options=settings.options
     )
@@ -260,7 +260,7 @@ def _in_processes(
         pool.shutdown(wait=True, cancel_futures=True)
 
 
-def needs_processes(job: TokenizeSettings, files: Iterable[Path], workers: int) -> bool:
+def needs_processes(job: TokenizeSettings, files: Iterable[DataFile], workers: int) -> bool:
     """Return True if worker processes are faster than the threads of the tokenizer.
 
     Starting a process costs as much as tokenizing several megabytes. The threads of the tokenizer
@@ -275,7 +275,7 @@ def needs_processes(job: TokenizeSettings, files: Iterable[Path], workers: int) 
         or threads in ("false", "off", "no", "f", "n", "0")
     ):
         return True
-    size = sum(file.stat().st_size for file in files)
+    size = sum(file.stat().st_size for file in files if isinstance(file, Path))
     return size >= _PROCESS_BYTES * workers
 
 
@@ -502,7 +502,7 @@ def _eos_token_id(tokenizer: TextTokenizer, renderer: Renderer | None) -> int | 
 
 
 def _check_not_empty(
-    num_examples: int, dropped: Mapping[str, int], files: tuple[Path, ...]
+    num_examples: int, dropped: Mapping[str, int], files: tuple[DataFile, ...]
 ) -> None:
     """Raise MsrlError if there is nothing to write."""
     if not num_examples:

@@ -22,12 +22,13 @@ from pathlib import Path
 from typing import Any
 
 import msrl.data
+import msrl.reasoning_tasks
 import msrl.thoughts
 import msrl.vision
 from msrl.checksums import file_crc32
 from msrl.config.schema import PreprocessConfig
 from msrl.data.files.location import names_rows
-from msrl.data.files.readers import find_files
+from msrl.data.files.readers import DataFile, find_files
 from msrl.data.images.load import FileState, changed_file
 from msrl.data.integrity import refuse_damaged
 from msrl.data.manifest import TEXTS, manifest_path, read_manifest
@@ -39,6 +40,7 @@ from msrl.limits import print_note
 from msrl.models.paths import config_dir
 from msrl.plan.derived import data_kind
 from msrl.plan.run_plan import DatasetPlan, RunPlan
+from msrl.registry import task_package
 from msrl.registry.own import is_own
 from msrl.temporary import owned_folder
 from msrl.tracking.progress import Progress, progress
@@ -99,6 +101,7 @@ def row_settings(plan: RunPlan, name: str) -> PreprocessConfig:
     """Return the settings of the section `preprocess` with the defaults for rows of this run."""
     section, kind = plan.config.preprocess, data_kind(plan.config, plan.command)
     template = None if kind in TEXTS else (plan.config.model.template or "native")
+    default = "auto" if kind in ("sft", "prompts") else kind
     options = dict(section.options)
     if kind == "steps":
         options.setdefault("reward_tokens", list(plan.config.algo.reward_model.reward_tokens))
@@ -106,7 +109,7 @@ def row_settings(plan: RunPlan, name: str) -> PreprocessConfig:
         "input": (name,),
         "split": section.split if Path(name).is_dir() else None,
         "kind": kind,
-        "handler": section.handler or ("auto" if kind in ("sft", "prompts") else kind),
+        "handler": section.handler or task_package(name) or default,
         "template": section.template or template,
         "tokenizer": section.tokenizer or str(_tokenizer_folder(plan)),
         "options": options,
@@ -158,21 +161,20 @@ def _dataset(plan: RunPlan, name: str, temporary: Path | None) -> DatasetPlan:
     print_note(f"{line}{ending}")
     paths = {
         "prefix": prefix,
-        "inputs": [str(file.absolute()) for file in files],
+        "inputs": [str(file.absolute()) if isinstance(file, Path) else file.name for file in files],
         "tokenizer_dir": str(Path(str(settings.tokenizer)).absolute()),
     }
     return DatasetPlan(prefix, manifest, source={**paths, **source})
 
 
-def _source(settings: PreprocessConfig, files: tuple[Path, ...]) -> dict[str, Any]:
+def _source(settings: PreprocessConfig, files: tuple[DataFile, ...]) -> dict[str, Any]:
     """Return all that the tokens of rows depend on."""
     own = str(settings.handler).rpartition(":")[0] if is_own(str(settings.handler)) else None
     template = None if settings.template is None else asdict(load_template(settings.template))
     values = settings.model_dump(mode="json", exclude=_IRRELEVANT)
     versions = stack_versions()
     return {
-        # Readers recognize formats by suffixes.
-        "files": [["".join(file.suffixes[-2:]), _sha256(file)] for file in files],
+        "files": [_identity(file) for file in files],
         "tokenizer": _tokenizer_files(Path(str(settings.tokenizer))),
         "template": template,
         "handler_files": [] if own is None else [_sha256(file) for file in _own_files(Path(own))],
@@ -183,7 +185,14 @@ def _source(settings: PreprocessConfig, files: tuple[Path, ...]) -> dict[str, An
     }
 
 
-def _image_source(settings: PreprocessConfig, files: tuple[Path, ...]) -> dict[str, Any]:
+def _identity(file: DataFile) -> Any:
+    """Return what the rows of a file or a task depend on."""
+    if not isinstance(file, Path):
+        return file.identity
+    return ["".join(file.suffixes[-2:]), _sha256(file)]  # readers recognize formats by suffixes
+
+
+def _image_source(settings: PreprocessConfig, files: tuple[DataFile, ...]) -> dict[str, Any]:
     """Return what the images of rows depend on, if the model may read images.
 
     Relative paths of images begin in the folder of their data file. An entry names the files of its
@@ -191,7 +200,7 @@ def _image_source(settings: PreprocessConfig, files: tuple[Path, ...]) -> dict[s
     """
     if not is_vision_folder(str(settings.tokenizer)):
         return {}
-    folders = [str(file.parent.absolute()) for file in files]
+    folders = [str(file.parent.absolute()) for file in files if isinstance(file, Path)]
     return {"image_folders": folders, "pillow": version("pillow"), "vision": _vision_digest()}
 
 
@@ -221,7 +230,8 @@ def _tokenizer_files(folder: Path) -> dict[str, str]:
 def _code_digest() -> str:
     """Return the digest of the code that reads, renders and writes data."""
     folder = Path(str(msrl.data.__file__)).parent
-    return _digest([*folder.rglob("*.py"), Path(str(msrl.thoughts.__file__))])
+    others = (msrl.reasoning_tasks, msrl.thoughts)
+    return _digest([*folder.rglob("*.py"), *(Path(str(module.__file__)) for module in others)])
 
 
 @cache
@@ -253,8 +263,10 @@ def _reading(path: Path, size: int) -> contextlib.AbstractContextManager[Progres
     return progress(f"reading {path}", total=size, unit="B")
 
 
-def _state(path: Path) -> tuple[int, ...]:
+def _state(path: DataFile) -> tuple[int, ...]:
     """Return numbers of which one differs after a change; `utime` cannot set the last one."""
+    if not isinstance(path, Path):
+        return ()
     status = path.stat()
     return status.st_size, status.st_ino, status.st_mtime_ns, status.st_ctime_ns
 

@@ -14,13 +14,12 @@ import sys
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice, pairwise
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from msrl.data.dataset import PromptDataset, SftDataset, StepDataset, TextDataset
-from msrl.data.files.readers import RowBatch, read_batches
+from msrl.data.files.readers import DataFile, RowBatch, read_batches
 from msrl.data.manifest import PREFERENCES, reason_text
 from msrl.data.preferences import PreferenceDataset
 from msrl.data.tokenize import TokenizedRows, TokenizeSettings, tokenize_rows
@@ -85,7 +84,9 @@ def lines(example: ShownExample, tokenizer: TextTokenizer | None, *, color: bool
             yield from _part_lines(part, tokenizer, color=color)
 
 
-def show_rows(job: TokenizeSettings, files: Sequence[Path], count: int) -> Iterator[ShownExample]:
+def show_rows(
+    job: TokenizeSettings, files: Sequence[DataFile], count: int
+) -> Iterator[ShownExample]:
     """Yield the first rows of files as `msrl preprocess` renders them, or why it drops them.
 
     Raises:

@@ -89,7 +89,8 @@ class PreprocessConfig(Section):
     input: tuple[Text, ...] = Field(
         default=(),
         description="Data files (JSON, JSONL, Parquet, Arrow, CSV, text), folders or globs to "
-        "read, or datasets on a hub (ORG/NAME, ORG/NAME:PATTERN).",
+        "read, datasets on a hub (ORG/NAME, ORG/NAME:PATTERN), or tasks that a package generates: "
+        f"PACKAGE:TASK?KEY=VALUE&KEY=VALUE. Packages: {', '.join(registry.names(registry.TASKS))}.",
     )
     split: Text | None = Field(
         default=None,

@@ -103,7 +103,8 @@ class DataConfig(Section):
     train: Text | None = Field(
         default=None,
         description="Training data: the output prefix of `msrl preprocess`, or rows: a file, "
-        "folder, glob, or a dataset on a hub (ORG/NAME, ORG/NAME:PATTERN).",
+        "folder, glob, a dataset on a hub (ORG/NAME, ORG/NAME:PATTERN), or a task "
+        "(PACKAGE:TASK?KEY=VALUE, as in preprocess.input).",
     )
     handler: Literal["pretrain"] | None = Field(
         default=None,

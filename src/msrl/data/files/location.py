@@ -1,6 +1,6 @@
 """Values of `data.train`, `data.eval` and `data.blend`, which name preprocessed data or rows.
 
-Preprocessed data is named by its prefix; rows are a data file, a folder or a glob.
+Preprocessed data is named by its prefix; rows are a data file, a folder, a glob or a task.
 """
 
 from __future__ import annotations
@@ -13,13 +13,14 @@ from msrl.data.files.readers import find_files, is_data_file
 from msrl.data.manifest import all_paths, existing_prefixes, has_data
 from msrl.errors import MsrlError
 from msrl.models.paths import is_hf, is_mcore
+from msrl.registry import task_package
 
 _MAX_NAMES = 6  # in a message
 
 
 def names_rows(name: str) -> bool:
     """Return True if a value names rows instead of preprocessed data."""
-    return not has_data(name) and _is_local(name)
+    return task_package(name) is not None or (not has_data(name) and _is_local(name))
 
 
 def mistake(name: str, split: str | None = None) -> str | None:
@@ -28,6 +29,8 @@ def mistake(name: str, split: str | None = None) -> str | None:
     `split` is the split that is read of folders.
     """
     path = Path(name)
+    if task_package(name):
+        return _files_mistake(name)
     if has_data(name):
         return _ambiguity(name) if _is_local(name) else None
     if path.is_dir():
@@ -80,7 +83,7 @@ def _files_mistake(name: str, split: str | None = None) -> str | None:
         return str(error).removeprefix(f"preprocess.input={name}: ")
     except OSError as error:
         return f"cannot be read: {error.strerror or error}"
-    if not any(file.stat().st_size for file in files):
+    if not any(not isinstance(file, Path) or file.stat().st_size for file in files):
         return "the file is empty" if len(files) == 1 else "all files are empty"
     return None
 

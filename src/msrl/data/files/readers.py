@@ -1,4 +1,4 @@
-"""Readers of data files. They yield batches of rows for worker processes.
+"""Readers of data files and tasks. They yield batches of rows for worker processes.
 
 JSONL lines remain bytes until a worker parses them. Parquet and Arrow are read in batches of rows.
 A JSON array is read into memory. CSV rows have the columns of the header, all as text. A line of a
@@ -8,6 +8,7 @@ text file is a row with the column `text`. All but Parquet may be compressed.
 from __future__ import annotations
 
 import bz2
+import contextlib
 import csv
 import glob
 import gzip
@@ -24,8 +25,10 @@ from typing import Any
 
 from msrl.data.files.splits import folder_files
 from msrl.data.files.tables import check_schema, read_rows, size_in_memory
+from msrl.data.tasks._rows import TaskRows, open_rows
 from msrl.errors import MsrlError
 from msrl.files import has_hole
+from msrl.registry import task_package
 from msrl.strict_json import loads
 from msrl.table_batches import check_number_of_rows, record_batches, within_memory
 
@@ -36,8 +39,10 @@ MAX_BYTES = 1 << 20
 MAX_LINE_BYTES = 64 << 20  # of a row in any format
 _MAX_DECODED_BYTES = 64 << 20  # of rows of a table that are decoded at once
 _BLOCK_BYTES = 1 << 20
+_GENERATED_ROWS = 16  # of a batch; a task may need seconds for a row
 _MEMORY_PER_BYTE = 8  # of a JSON array in memory
 _MAX_COMPRESSED_BYTES = 1 << 30  # of a file that is decompressed whole; a small one may hold any
+DataFile = Path | TaskRows
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,8 +85,8 @@ class RowBatch:
         return _parse(row, self.where(offset)) if self.lines else row
 
 
-def find_files(inputs: Sequence[str], split: str | None = None) -> tuple[Path, ...]:
-    """Return the files of `inputs` (files, folders or globs), each once.
+def find_files(inputs: Sequence[str], split: str | None = None) -> tuple[DataFile, ...]:
+    """Return the files of `inputs` (files, folders, globs or tasks), each once.
 
     The files of a folder are sorted by name. `split` selects the files of one split.
 
@@ -92,11 +97,12 @@ def find_files(inputs: Sequence[str], split: str | None = None) -> tuple[Path, .
     if not inputs:
         raise MsrlError(
             "preprocess.input: not set. Name data files (JSON, JSONL, Parquet, Arrow, CSV, text), "
-            "folders or globs."
+            "folders, globs or tasks."
         )
-    files: dict[Path, None] = {}
+    files: dict[str, DataFile] = {}
     for item in inputs:
-        files.update(dict.fromkeys(_expand_input(item, split)))
+        expanded = (open_rows(item),) if task_package(item) else _expand_input(item, split)
+        files.update({str(file): file for file in expanded})
     repeated = [item for item, number in Counter(map(Path, inputs)).items() if number > 1]
     if repeated:
         raise MsrlError(
@@ -105,17 +111,34 @@ def find_files(inputs: Sequence[str], split: str | None = None) -> tuple[Path, .
         )
     if split is not None and not any(Path(item).is_dir() for item in inputs):
         raise MsrlError(f"preprocess.split={split}: has no effect without a folder. Remove it.")
-    return tuple(files)
+    return tuple(files.values())
 
 
-def read_batches(files: Iterable[Path]) -> Iterator[RowBatch]:
+def read_batches(files: Iterable[DataFile]) -> Iterator[RowBatch]:
     """Yield all rows of the files in order. Raises MsrlError if a file cannot be read."""
     for path in files:
+        if isinstance(path, TaskRows):
+            yield from _generate(path)
+            continue
         try:
             yield from _read(path)
         except (OSError, EOFError, zlib.error) as error:
             reason = getattr(error, "strerror", None) or error
             raise MsrlError(f"{path}: cannot be read: {reason}") from error
+
+
+def _generate(task: TaskRows) -> Iterator[RowBatch]:
+    """Yield the rows of a task."""
+    rows: list[Any] = []
+    first = 1
+    with contextlib.closing(task.generate()) as generated:
+        for row in generated:
+            rows.append(row)
+            if len(rows) == _GENERATED_ROWS:
+                yield RowBatch(task.name, first, rows, lines=False)
+                rows, first = [], first + len(rows)
+    if rows:
+        yield RowBatch(task.name, first, rows, lines=False)
 
 
 def _expand_input(item: str, split: str | None) -> list[Path]:

@@ -18,7 +18,7 @@ The class names of MindSpeed's handlers are accepted as aliases, or refused with
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from types import ModuleType
@@ -129,6 +129,12 @@ class Handler:
 def handler_names() -> tuple[str, ...]:
     """Return all names that `make_handler` accepts."""
     return (*registry.names(__name__), *sorted(ALIASES))
+
+
+def default_handler(inputs: Sequence[str]) -> str | None:
+    """Return the handler of inputs that are all tasks of one package, or None."""
+    packages = {registry.task_package(item) for item in inputs}
+    return packages.pop() if len(packages) == 1 else None
 
 
 def handler_mistake(name: str) -> str | None:

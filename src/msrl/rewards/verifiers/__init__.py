@@ -13,6 +13,8 @@ A file defines:
   be used. It is called for every row before the run.
 - Optionally `refusal(**options) -> str | None`, the reason why these options or this machine cannot
   be used. It is called before the run.
+- Optionally `prepare()`, which each worker process calls before its first call, for imports that
+  take long.
 - Optionally `explain(response, answer, **options) -> str`, one or two sentences on what the score
   is based on, for `msrl view`. It must be cheap: it is called for every response, in this process.
 """
@@ -37,4 +39,5 @@ SENSES = {
     "think": ("format", "strict_format"),
     "coding": ("code",),
     "python": ("code",),
+    "reasoning": ("reasoning_gym",),
 }
