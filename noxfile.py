@@ -31,6 +31,7 @@ TRACKERS = ("clearml", "mlflow", "swanlab", "trackio", "wandb")  # TensorBoard i
 TRACKER_TESTS = ("tests/registry/test_extension_points.py", "tests/tracking")
 TASKS = {
     "reasoning": ("tests/workflows/preprocess/test_reasoning_tasks.py",),
+    "textarena": ("tests/environments/test_environments.py", "-k", "textarena"),
 }
 PLAYWRIGHT = "playwright==1.65.2"
 AXE_URL = "https://registry.npmjs.org/axe-core/-/axe-core-4.10.3.tgz"
@@ -197,7 +198,7 @@ def trackers(session: nox.Session) -> None:
 
 @nox.session
 def tasks(session: nox.Session) -> None:
-    """Test the tasks of other packages, each in its own environment."""
+    """Test the tasks and games of other packages, each in its own environment."""
     for name, tests in TASKS.items():
         test_extra(session, name, *tests)
 

@@ -11,6 +11,7 @@ EXTRAS = {
         "mcp",
         "mlflow",
         "swanlab",
+        "textarena",
         "trackio",
         "wandb",
     )

@@ -5,23 +5,34 @@ from __future__ import annotations
 import os
 import random
 import signal
+import sys
 from collections.abc import Sequence
 from typing import Any
 
 import pytest
 
+from msrl import registry
 from msrl.environments.base import Environment, EnvironmentSource, EpisodeFault, Opening, StepResult
-from msrl.environments.builtin import calculator, frozen_lake, gymnasium, search, sokoban
+from msrl.environments.builtin import (
+    calculator,
+    frozen_lake,
+    gymnasium,
+    search,
+    sokoban,
+    textarena,
+)
 from msrl.environments.builtin._grid import read_action
 from msrl.environments.pool import EnvironmentPool
 from msrl.errors import MsrlError
 from msrl.rewards import sandbox
 from scripted_episodes import ENVIRONMENTS, Script
-from support import HANG_S, ROOT, assert_mentions, mentions
+from support import HANG_S, ROOT, assert_mentions, locate, mentions
 from training_runs import children
 
 NEEDS_A_SANDBOX = {"python_tool"}
-SLOW = {"mcp", "endpoint"}  # their packages take seconds to import
+SLOW = {"mcp", "endpoint", "textarena"}  # their packages take seconds to import
+PACKAGES = ("mcp", "textarena")
+OPPONENT = locate("textarena_opponent.py")
 SCRIPTS = [
     pytest.param(name, marks=pytest.mark.slow if name in SLOW else ()) for name in ENVIRONMENTS
 ]
@@ -233,10 +244,81 @@ def test_bm25_prefers_rare_words_and_short_texts():
         ("sokoban", {"num_boxes": 0}, ("num_boxes",)),
         ("retry", {"verifier": "unknown"}, ("verifier", "unknown")),
         ("mcp", {}, ("command", "url")),
+        ("textarena", {"id": "GuesTheNumber-v0"}, ("id=GuesTheNumber-v0", "'GuessTheNumber-v0'")),
+        ("textarena", {"id": "TicTacToe-v0"}, ("id=TicTacToe-v0", "players", "opponent")),
+        ("textarena", {"id": "TicTacToe-v0", "players": 2}, ("players=2", "opponent")),
+        ("textarena", {"id": "GuessTheNumber-v0", "options": {"x": 1}}, ("GuessTheNumber-v0", "x")),
+        (
+            "textarena",
+            {"id": "TicTacToe-v0", "players": 2, "opponent": f"{OPPONENT}:first"},
+            ("opponent=", "first"),
+        ),
     ],
 )
 def test_options_without_meaning_are_refused_before_the_run(name, options, keywords):
+    if name in PACKAGES:
+        pytest.importorskip(name)
     source = EnvironmentSource(name, options=options)
     with EnvironmentPool({name: source}) as environments, pytest.raises(MsrlError) as error:
         environments.start()
     assert_mentions(error.value, *keywords)
+
+
+@pytest.mark.parametrize("name", ["gymnasium", "mcp", "textarena"])
+def test_a_missing_package_of_an_environment_is_one_line_with_its_extra(
+    name: str, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setitem(sys.modules, name, None)
+    module = registry.load(registry.ENVIRONMENTS, name, key="environment.name")
+    with pytest.raises(MsrlError, match=mentions(name, f"msrl[{name}]")) as error:
+        module.prepare(**({} if name == "mcp" else {"id": "any"}))
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.slow
+def test_textarena_plays_the_other_seats_with_the_function_of_the_user():
+    pytest.importorskip("textarena")
+    game = {"id": "TicTacToe-v0", "players": 2, "opponent": f"{OPPONENT}:last_cell"}
+    room = textarena.environment(**game)
+    (opening,) = room.reset({"seed": 0})  # the model is player 0, who begins
+    assert "[Player 1]" not in opening.content
+    second = room.step("I take <answer>[0]</answer>")
+    assert_mentions(second.messages[0].content, "[Player 1] [8]", "Player 1 placed")
+    assert "I take" not in second.messages[0].content and second.reward == 0.0
+    room.step("[1]")
+    last = room.step("[2]")
+    assert (last.done, last.reward, last.info) == (True, 1.0, {"success": True})
+    room = textarena.environment(**game)
+    (opening,) = room.reset({"seed": 1})
+    assert_mentions(opening.content, "[Player 0] [8]")
+    for move in ("[0]", "[1]", "[2]"):
+        last = room.step(move)
+        if last.done:
+            break
+    assert (last.done, last.reward, last.info) == (True, -1.0, {"success": False})
+
+
+@pytest.mark.slow
+def test_a_game_of_textarena_follows_from_the_seed_and_ends_at_invalid_moves():
+    pytest.importorskip("textarena")
+    texts = set()
+    for seed in (1, 1, 2):
+        room = textarena.environment(id="FrozenLake-v0-random")
+        texts.add((seed, room.reset({"seed": seed})[0].content))
+    assert len(texts) == 2
+    room = textarena.environment(id="GuessTheNumber-v0")
+    room.reset({"seed": 1})
+    first, second = room.step("none"), room.step("none")
+    assert first.info == {"invalid_action": True} and not first.done
+    assert second.done and second.info == {"success": False, "invalid_action": True}
+
+
+@pytest.mark.slow
+def test_a_game_without_its_word_list_is_one_line():
+    pytest.importorskip("textarena")
+    nltk = pytest.importorskip("nltk")
+    with pytest.raises(LookupError):
+        nltk.data.find("corpora/words")
+    with pytest.raises(MsrlError, match=mentions("id=Hangman-v0", "nltk.downloader")) as error:
+        textarena.prepare(id="Hangman-v0")
+    assert "\n" not in str(error.value)

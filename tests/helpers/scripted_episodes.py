@@ -99,6 +99,16 @@ ENVIRONMENTS: dict[str, Script] = {
         success=True,
         package="gymnasium",
     ),
+    # The number of seed 1 is 5.
+    "textarena": Script(
+        ["<think>[3]</think><answer>10</answer>", "none", "It is [5]."],
+        [0.0, 0.0, 1.0],
+        ["between 1 and 20", "lower", "invalid", ""],
+        {"id": "GuessTheNumber-v0"},
+        {"seed": 1},
+        success=True,
+        package="textarena",
+    ),
     "endpoint": Script(
         ["yes", "end"],
         [None, None],
