@@ -134,12 +134,15 @@ def test_a_link_that_leads_to_itself_is_one_message(
     assert "loop" in refused(capsys, *line.split())
 
 
-@pytest.mark.parametrize("text", ['model: {path: "a\\0b"}', 'data: {blend: {"a\\0b": 1}}'])
+@pytest.mark.parametrize("text", ['model: {path: "a%sb"}', 'data: {blend: {"a%sb": 1}}'])
+@pytest.mark.parametrize(
+    ("character", "keyword"), [("\\0", "null character"), ("\\ud800", "surrogate")]
+)
 def test_a_null_character_in_a_configuration_is_named(
-    folder: Path, capsys: pytest.CaptureFixture[str], text: str
+    folder: Path, capsys: pytest.CaptureFixture[str], text: str, character: str, keyword: str
 ):
-    Path("sft.yaml").write_text(text)
-    assert_mentions(refused(capsys, *SFT), "sft.yaml:1", "null character")
+    Path("sft.yaml").write_text(text % character)
+    assert_mentions(refused(capsys, *SFT), "sft.yaml:1", keyword)
 
 
 def test_damaged_prompts_are_reported(folder: Path, capsys: pytest.CaptureFixture[str]):

@@ -269,7 +269,13 @@ def test_files_that_include_others_many_times_are_one_message(
 
 
 @pytest.mark.parametrize(
-    "text", [lists(40).replace("a39", "user"), "user: " + "[" * 5000, "stop: 0x" + "f" * 6000]
+    "text",
+    [
+        lists(40).replace("a39", "user"),
+        "user: " + "[" * 5000,
+        "stop: 0x" + "f" * 6000,
+        'user: "\\ud800{{content}}"',
+    ],
 )
 def test_a_hostile_prompt_template_is_one_message(text: str, tmp_path: Path):
     file = tmp_path / "mine.yaml"
@@ -375,6 +381,8 @@ TEN_MILLION = "('a\n' * 5000000)"
         ("{{ 1 / 0 }}", "fails"),
         ("{{ messages.x.y }}", "fails"),
         ("{{ raise_exception('\x1b[2J') }}", "x1b"),
+        (r"{{ '\ud800' }}", "surrogate"),
+        (r"{{ raise_exception('\ud800') }}", "fails"),
         ("{% generation %}" + RECURSION + "{% endgeneration %}", "fails"),
         ("{{ 7 ** 50000000 }}", "longer"),
         pytest.param("{% set n = 10 %}{{ n ** (n ** 9) }}", "longer", marks=pytest.mark.full),

@@ -79,12 +79,13 @@ def _answer(chats: list[Chat], limits: RenderingLimits) -> list[RenderedChat] | 
     except MemoryError:
         return f"needs more than {limits.memory_bytes >> 20:,} MiB of memory"
     except Exception as error:  # a template is code of the model's author: it may fail in any way
-        return " ".join(str(error).split())[:300] or type(error).__name__
+        return " ".join(str(error).split())[:300].rstrip(".") or type(error).__name__
 
 
 def _render_chat(chat: Chat, limits: RenderingLimits) -> RenderedChat:
     rendering = _render(chat.template, chat.variables, limits)
     text = "".join(rendering.pieces)
+    text.encode()  # raises for half of a surrogate pair, which no tokenizer reads
     starts: list[int] = []
     for alternatives in chat.prompts:
         prompts = ("".join(_render(chat.template, v, limits).pieces) for v in alternatives)

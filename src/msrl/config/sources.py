@@ -63,6 +63,7 @@ _SPECIAL = {
     "-.inf": float("-inf"),
     ".nan": float("nan"),
 }
+_SURROGATE = re.compile("[\ud800-\udfff]")
 _OLD_OCTAL = re.compile(r"[-+]?0[0-7_]+$")
 _OLD_MINUTES = re.compile(r"[-+]?[1-9][0-9_]*(:[0-5]?[0-9])+$")
 _WORDS: dict[str, bool | None] = {"true": True, "false": False, "null": None, "~": None, "": None}
@@ -193,6 +194,13 @@ def _too_many_values(origin: Origin) -> MsrlError:
     )
 
 
+def _unwritable(text: str) -> str | None:
+    """Return what no name of a file may have, if the text has it."""
+    if "\0" in text:
+        return "a null character"
+    return "half of a character (an unpaired surrogate)" if _SURROGATE.search(text) else None
+
+
 class _Builder:
     """Converter of PyYAML nodes to `Node`, which collects errors."""
 
@@ -223,8 +231,8 @@ class _Builder:
                 return Node(
                     tuple(self.node(item, item.start_mark.line) for item in node.value), origin
                 )
-            if "\0" in node.value:
-                self.errors.append(f"{origin}: a value has a null character; remove it")
+            if problem := _unwritable(node.value):
+                self.errors.append(f"{origin}: a value has {problem}; remove it")
             is_plain = isinstance(node, yaml.ScalarNode) and node.style is None
             return Node(self.scalar(node.value) if is_plain else node.value, origin, node.value)
         finally:
@@ -248,8 +256,8 @@ class _Builder:
             origin = Origin(self.name, line + 1 if self.lines else None)
             if not isinstance(key, yaml.ScalarNode):
                 self.errors.append(f"{origin}: a key must be text")
-            elif "\0" in key.value:
-                self.errors.append(f"{origin}: a key has a null character; remove it")
+            elif problem := _unwritable(key.value):
+                self.errors.append(f"{origin}: a key has {problem}; remove it")
             elif key.value == "<<" and key.style is None and self.is_old:
                 merged = dict(self._merged(value, origin))
                 yield from ((name, item) for name, item in merged.items() if name not in own)
