@@ -15,6 +15,8 @@ from typing import Any
 
 import numpy as np
 
+from msrl.data.handlers.reasoning_gym import INSTRUCTION
+
 # --- advantage estimators: algorithms/advantages/ ---
 
 # Rewards 1, 0, 0, 1 for responses of 1, 2, 1, 1 tokens, with gamma 0.5.
@@ -349,7 +351,7 @@ _RECORD = {"task": "chain_sum", "parameters": {"size": 1, "seed": 0}, "index": 0
 HANDLERS: dict[str, HandlerRow] = {
     "reasoning_gym": HandlerRow(
         {"question": "1 + 1?", "answer": "2", "record": _RECORD},
-        (("user", "1 + 1?\n\nWrite only the final answer between <answer> and </answer>."),),
+        (("user", f"1 + 1?\n\n{INSTRUCTION}"),),
         '{"task": "chain_sum", "parameters": {"size": 1, "seed": 0}, "index": 0}',
     ),
     "alpaca": HandlerRow({"instruction": "1 + 1?", "output": "2"}, _TURNS),
