@@ -7,7 +7,7 @@ Therefore the kernel also limits the memory of the decoder.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +20,12 @@ _MAX_ROWS_PER_BYTE = 100  # of rows without contents, such as nulls
 _MAX_EMPTY_ROWS = 1_000_000
 
 
-def record_batches(path: Path, *, max_rows: int, max_row_bytes: int) -> Iterator[Any]:
+def record_batches(
+    path: Path, *, max_rows: int, max_row_bytes: int, columns: Sequence[str] | None = None
+) -> Iterator[Any]:
     """Yield the record batches of a file, each with at most `max_rows` rows.
+
+    `columns` are those to read; by default all.
 
     Raises:
         MsrlError: Its rows are too large, or it is no complete Parquet file.
@@ -38,7 +42,7 @@ def record_batches(path: Path, *, max_rows: int, max_row_bytes: int) -> Iterator
             metadata = file.metadata
             check_number_of_rows(path, metadata.num_rows)
             rows = min(max_rows, _rows_to_decode(metadata, path, max_row_bytes))
-            yield from within_memory(file.iter_batches(batch_size=rows), path)
+            yield from within_memory(file.iter_batches(batch_size=rows, columns=columns), path)
     except (ArrowException, OSError) as error:
         reason = str(error).splitlines()[0]
         raise MsrlError(f"{path}: not a complete Parquet file: {reason}") from error

@@ -13,8 +13,9 @@ from msrl.rewards import sources
 
 def check_rewards(resolved: Resolved, plan: RunPlan) -> Iterator[str]:
     """Check the reward sources, the reward models on training ranks, and the reward processing."""
-    yield from check_sources(resolved, plan)
-    yield from _rank_models(resolved, plan)
+    if plan.scores_responses:
+        yield from check_sources(resolved, plan)
+        yield from _rank_models(resolved, plan)
     yield from _reward_steps(resolved)
 
 

@@ -40,13 +40,14 @@ def check_training_inputs(resolved: Resolved) -> Iterator[str]:
     config = resolved.config
     if config.model.path is None and config.checkpoint.load is None:
         yield from check_required(resolved, "model.path")
-    if not config.data.blend:
+    if not config.data.blend and not derived.is_replay(config):
         yield from check_required(resolved, "data.train")
     yield from check_model_path(resolved, "model.path")
     yield from check_model_path(resolved, "checkpoint.load")
     yield from check_folder(resolved, "model.tokenizer")
     yield from check_template(resolved, "model.template")
-    yield from check_data(resolved)
+    if not derived.is_replay(config):
+        yield from check_data(resolved)
     if (
         config.checkpoint.resume not in ("none", "auto")
         and not Path(config.checkpoint.resume).is_dir()

@@ -67,6 +67,7 @@ from msrl.config.loader import Resolved
 from msrl.config.secrets import redacted
 from msrl.config.unknown import UnknownValueError
 from msrl.errors import ManyErrors, MsrlError
+from msrl.plan.derived import is_replay
 from msrl.plan.run_plan import RunPlan, resolve
 
 Check = Callable[[Resolved], Iterator[str]]
@@ -98,12 +99,15 @@ def _all_checks(
     resolved: Resolved, command: str, plan: RunPlan | None
 ) -> Iterator[Callable[[], Iterable[str]]]:
     """Yield the checks of a command; those of the plan only with a plan."""
+    skipped = _skipped_checks(resolved, command)
     for run_check in CHECKS.get(command, ()):
-        yield partial(run_check, resolved)
+        if run_check not in skipped:
+            yield partial(run_check, resolved)
     yield partial(check_effects, resolved, command)
     if plan is not None:
         for plan_check in PLAN_CHECKS.get(command, ()):
-            yield partial(plan_check, resolved, plan)
+            if plan_check not in skipped:
+                yield partial(plan_check, resolved, plan)
 
 
 # Checks that read an unknown value raise them; TypeError is raised by functions written in C.
@@ -148,6 +152,27 @@ def _is_missing(resolved: Resolved, key: str) -> bool:
     is_free = facts is None or not facts.choices
     value = resolved.value(key) if resolved.origins[key].is_given and is_free else None
     return isinstance(value, str) and not Path(value).exists()
+
+
+def _skipped_checks(resolved: Resolved, command: str) -> frozenset[Check | PlanCheck]:
+    """Return the checks of keys that a replay of recorded rollouts does not read."""
+    with suppress(*_UNKNOWN):
+        if command == "train-grpo" and is_replay(resolved.config):
+            return _OF_ENGINES
+    return frozenset()
+
+
+_OF_ENGINES: frozenset[Check | PlanCheck] = frozenset(
+    (
+        check_async,
+        check_engine_options,
+        check_engines,
+        check_grpo_evaluation,
+        check_prompts,
+        check_rows,
+        check_weight_transfer,
+    )
+)
 
 
 def guess(resolved: Resolved) -> str | None:

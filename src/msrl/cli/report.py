@@ -30,7 +30,8 @@ def report(
 ) -> None:
     """Write report.md and curves.png of a run, which may be running or have ended in any way.
 
-    If all its steps are done, also export the models as its configuration says.
+    The report of a training from recorded rollouts compares it with the recorded run. If all steps
+    are done, also export the models as the configuration says.
     """
     from pathlib import Path
 

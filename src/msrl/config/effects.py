@@ -91,6 +91,7 @@ READ_BY = {
     "eval.source": _SAMPLES,
     "rollout.async": ReadBy(("train-grpo",), "which trains on samples of the current policy"),
     "rollout.filter": ReadBy(("train-grpo",)),
+    "rollout.replay": ReadBy(("train-grpo",), "which trains on samples of the current policy"),
     "train.chunk": ReadBy(
         ("train-sft", "train-dpo", *ROLLOUTS), "which computes no logits over the vocabulary"
     ),
@@ -124,6 +125,7 @@ _REFERENCE = NeedsPlugin(
     commands=("train-dpo",),
 )
 _ENVIRONMENT = Needs(("environment.name", "environment.path", "environment.mixture"))
+_REPLAY = Needs(("rollout.replay.path",))
 _ADAPTERS = Needs(("train.lora.rank",))
 _SERVER = Needs(("algo.distill.teachers.url",))
 _KL = ("algo.kl.loss.coef", "algo.kl.reward.coef")
@@ -228,6 +230,8 @@ NEEDS: dict[str, tuple[Needs | NeedsPlugin, ...]] = {
     "rollout.filter.high": (Needs(("rollout.filter.kind",), ("mean",)),),
     "rollout.filter.low": (Needs(("rollout.filter.kind",), ("mean", "std")),),
     "rollout.filter.max_refills": (Needs(("rollout.filter.refill",)),),
+    "rollout.replay.order": (_REPLAY,),
+    "rollout.replay.rewards": (_REPLAY,),
     "rollout.weights.adapters_only": (_ADAPTERS,),
     **{f"train.lora.{name}": (_ADAPTERS,) for name in ("alpha", "targets", "dropout", "load")},
     "train.forward_micro_batch": (_ONE_LIMIT, _REFERENCE),

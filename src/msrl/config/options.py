@@ -114,6 +114,11 @@ OPTIONS = (
         _option("train.steps"),
         _option("train.optimizer.lr"),
     ),
+    *_panel(
+        "Recorded rollouts",
+        ("train-grpo",),
+        _option("rollout.replay.path", name="--from-rollouts", metavar="RUN|FILE"),
+    ),
     *_panel("Parallel layout", (*TRAININGS, *_SHOWN), *_layout("train.parallel")),
     *_panel(
         "Checkpoint",

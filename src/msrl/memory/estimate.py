@@ -408,7 +408,7 @@ def memory_rows(plan: RunPlan) -> dict[str, int]:
         memory = training_memory(plan)
     except MsrlError:
         return {}
-    if plan.has_rollouts:
+    if plan.has_engines:
         # The checks refuse this key where vLLM has no sleep mode, so a set level is in effect.
         memory = with_engine(memory, plan, sleeps=bool(plan.rollout.engine.sleep))
     return memory.rows()

@@ -57,6 +57,8 @@ def route_rows(plan: RunPlan) -> dict[str, str]:
     size = bytes_text(route_bytes(plan, shape))
     if replay == "trainer":
         return {"routing replay": f"at most {size} of routes per step, in the driver's host memory"}
+    if plan.is_replay:
+        return {"routing replay": f"at most {size} of routes in the driver's host memory"}
     more = ", and as much for every refill" if plan.rollout.filter.refill else ""
     own = bytes_text(engine_route_bytes(plan, shape))
     return {

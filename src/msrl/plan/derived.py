@@ -21,6 +21,16 @@ def has_rollouts(command: str) -> bool:
     return command in _WITH_ROLLOUTS
 
 
+def is_replay(config: Config) -> bool:
+    """Return True if train-grpo trains from recorded rollouts, without engines."""
+    return config.rollout.replay.path is not None
+
+
+def has_engines(config: Config, command: str) -> bool:
+    """Return True if a training starts engines."""
+    return has_rollouts(command) and not is_replay(config)
+
+
 def layout_from(section: LayoutConfig) -> ParallelLayout:
     """Return the parallel layout that a section of the configuration defines."""
     names = [field.name for field in fields(ParallelLayout)]
@@ -267,8 +277,9 @@ def ranks(config: Config, command: str) -> tuple[Rank, ...]:
     """Return the coordinates of all ranks. Engines without separate devices share the first."""
     tp, cp, dp = config.train.parallel.tp, config.train.parallel.cp, dp_size(config)
     engine = config.rollout.engine
-    has_engines = has_rollouts(command) and not num_separate_devices(config.cluster.roles.rollout)
-    num_shared = engine.tp * num_engines(config) if has_engines else 0
+    is_separate = num_separate_devices(config.cluster.roles.rollout) > 0
+    shares_devices = has_engines(config, command) and not is_separate
+    num_shared = engine.tp * num_engines(config) if shares_devices else 0
     return tuple(
         Rank(
             rank=rank,
@@ -298,7 +309,7 @@ def derived_values(config: Config, command: str) -> dict[str, str | int]:
     else:
         rows[label] = micro_batches
     rows.update({f"rank {rank.rank}": str(rank) for rank in ranks(config, command)})
-    if has_rollouts(command):
+    if has_engines(config, command):
         rows.update(_engine_rows(config))
     return rows
 

@@ -13,6 +13,7 @@ from msrl.models.parallel_layout import ParallelLayout
 from msrl.models.paths import runs_on_ranks
 from msrl.plan.derived import (
     has_rollouts,
+    is_replay,
     layout_from,
     needs_critic,
     needs_reference,
@@ -111,6 +112,8 @@ def placed_roles(config: Config, command: str) -> tuple[Role, ...]:
 
 def _further_roles(config: Config) -> Iterator[Role]:
     is_separate = num_separate_devices(config.cluster.roles.rollout) > 0
-    yield Role("rollout", num_engines(config), config.rollout.engine.tp, is_separate=is_separate)
+    if not is_replay(config):
+        engine = config.rollout.engine
+        yield Role("rollout", num_engines(config), engine.tp, is_separate=is_separate)
     for model in separate_models(config):
         yield Role(model.role, model.num_ranks, is_separate=True)

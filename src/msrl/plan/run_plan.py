@@ -30,8 +30,10 @@ from msrl.models.shape import Shape
 from msrl.plan.derived import (
     accumulation,
     dp_size,
+    has_engines,
     has_pairs,
     has_rollouts,
+    is_replay,
     layout_from,
     max_model_len,
     needs_critic,
@@ -45,6 +47,7 @@ from msrl.plan.derived import (
     world_size,
 )
 from msrl.plan.distillation import distillation_config
+from msrl.plan.replay import replay_config
 from msrl.plan.roles import SeparateModel, placed_roles, separate_models
 from msrl.types import DatasetManifest, SamplingParams
 
@@ -118,6 +121,7 @@ class RunPlan:
         roles: Workers to place on devices.
         separate_models: Models that have separate devices.
         sampling: Sampling of the rollouts of train-grpo.
+        unread: Keys with a value that a replay of recorded rollouts does not read.
     """
 
     command: str
@@ -137,6 +141,7 @@ class RunPlan:
     roles: tuple[Role, ...]
     separate_models: tuple[SeparateModel, ...]
     sampling: SamplingParams
+    unread: tuple[str, ...] = ()
 
     @property
     def is_training(self) -> bool:
@@ -151,6 +156,22 @@ class RunPlan:
     def has_rollouts(self) -> bool:
         """True if the training samples responses."""
         return has_rollouts(self.command)
+
+    @property
+    def is_replay(self) -> bool:
+        """True if the training reads recorded rollouts and starts no engines."""
+        return self.has_rollouts and is_replay(self.config)
+
+    @property
+    def has_engines(self) -> bool:
+        """True if the training starts engines."""
+        return has_engines(self.config, self.command)
+
+    @property
+    def scores_responses(self) -> bool:
+        """True if the training calls reward sources."""
+        is_computed = self.rollout.replay.rewards == "computed"
+        return self.has_engines or (self.is_replay and is_computed)
 
     @property
     def is_distillation(self) -> bool:
@@ -377,6 +398,9 @@ def resolve(config: Config, command: str) -> RunPlan:
     """
     if command == "train-distill":
         config = distillation_config(config)
+    unread: tuple[str, ...] = ()
+    if command == "train-grpo" and is_replay(config):
+        config, unread = replay_config(config)
     models, samples = _ModelReader(), has_rollouts(command)
     has_score = command == "train-rm" and not trains_steps(config, command)
     policy = _policy(config, models, has_score=has_score)
@@ -403,6 +427,7 @@ def resolve(config: Config, command: str) -> RunPlan:
         roles=placed_roles(config, command),
         separate_models=separate_models(config) if samples else (),
         sampling=_sampling(config, datasets),
+        unread=unread,
     )
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from msrl.errors import MsrlError
 from msrl.files import write_text
 from msrl.limits import one_line
+from msrl.tracking.comparison import Comparison
 from msrl.tracking.console import STEP
 from msrl.tracking.progress import duration_text
 from msrl.types import StepReport
@@ -95,6 +96,7 @@ def write_report(
     rollouts: Sequence[ShownRollout] = (),
     command: str | None = None,
     differences: Sequence[str] = (),
+    comparison: Comparison | None = None,
 ) -> Path:
     """Write `report.md` with the summary and return its path.
 
@@ -106,6 +108,7 @@ def write_report(
         rollouts: rollouts of a step that are shown with their images.
         command: command that continues with the result of the run.
         differences: accepted differences from the file of another system.
+        comparison: comparison with another run.
     """
     path = run_dir / FILE_NAME
     text = lines(
@@ -116,6 +119,7 @@ def write_report(
         rollouts=rollouts,
         command=command,
         differences=differences,
+        comparison=comparison,
     )
     write_text(path, "\n".join(text) + "\n")
     return path
@@ -130,6 +134,7 @@ def lines(
     rollouts: Sequence[ShownRollout] = (),
     command: str | None = None,
     differences: Sequence[str] = (),
+    comparison: Comparison | None = None,
 ) -> list[str]:
     """Return the report as lines of Markdown."""
     steps = "No step was trained."
@@ -145,6 +150,8 @@ def lines(
         text += ["", f"![curves]({picture})"]
     text += ["", "| metric | first | last | lowest | highest |", "|---|---|---|---|---|"]
     text += [_metric_row(name, metric) for name, metric in summary.metrics.items()]
+    if comparison is not None:
+        text += ["", *_comparison_rows(comparison)]
     if summary.seconds:
         text += ["", "| stage | time | of the steps |", "|---|---|---|"]
         text += _time_rows(summary.seconds)
@@ -188,6 +195,20 @@ def _metric_row(name: str, metric: MetricSummary) -> str:
     numbers = " | ".join(f"{value:.5g}" for value in values)
     warning = f" ({metric.num_not_finite} not finite)" if metric.num_not_finite else ""
     return f"| {_plain(name)}{warning} | {numbers} |"
+
+
+def _comparison_rows(comparison: Comparison) -> list[str]:
+    """Return a table of the last common values of two runs."""
+    label, metrics = _plain(comparison.label), comparison.metrics
+    changed = sum(metric.first_difference is not None for metric in metrics)
+    head = f"{changed} of {len(metrics)} common metrics differ in {comparison.num_steps} steps:"
+    text = [f"Compared with the recorded run {label}, {head}", ""]
+    text += ["| metric | recorded run, last | this run, last | first different step |"]
+    text += ["|---|---|---|---|"]
+    for metric in metrics:
+        first = "none" if metric.first_difference is None else str(metric.first_difference)
+        text.append(f"| {_plain(metric.name)} | {metric.other:.5g} | {metric.own:.5g} | {first} |")
+    return text
 
 
 def _time_rows(seconds: Mapping[str, float]) -> list[str]:

@@ -7,7 +7,7 @@ Token arrays have length T. `docs/rollouts.md` describes the columns for users.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -18,7 +18,7 @@ from msrl.errors import MsrlError
 from msrl.files import atomic_write
 from msrl.limits import whole_number
 from msrl.table_batches import record_batches
-from msrl.types import Bools, Floats, Ints
+from msrl.types import Bools, Floats, Ints, Routes
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -37,6 +37,32 @@ class RecordedImage(NamedTuple):
     key: str
     rows: int
     columns: int
+
+
+class EpisodeRecord(NamedTuple):
+    """Values of an episode that no other attribute of a record has.
+
+    `prompt_ids` are the tokens of the row of the data, and `response` is the text that reward
+    sources score. The other values are those of `msrl.types.Episode`.
+    """
+
+    prompt_ids: Sequence[int]
+    response: str
+    environment: str
+    fault_detail: str
+    truncated_messages: int
+    repeats: int
+
+
+class GreedyRecord(NamedTuple):
+    """Greedy response with its reward."""
+
+    token_ids: Sequence[int]
+    response: str
+    finish_reason: str
+    reward: float
+    scores: Mapping[str, float]
+    is_decided: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +99,12 @@ class RolloutRecord:
         is_right: True for a right answer; None if nothing decides.
         reasons: Why each verifier gave its score, for those that explain it.
         images: Images of the sequence. Files without any have no such column.
+        is_decided: False if a reward source or the environment did not decide on the reward.
+        is_dropped: True for groups that the step sampled, but replaced or did not need.
+        extra: Further columns of the row of the data, such as the tag.
+        episode: What else is known of an episode, as `EpisodeRecord`; None for a single response.
+        greedy: Greedy response to the prompt. Files without any have no such column.
+        routes: Experts that the engine chose. Files without any have no such column.
     """
 
     step: int
@@ -103,6 +135,12 @@ class RolloutRecord:
     is_right: bool | None = None
     reasons: Mapping[str, str] = field(default_factory=dict[str, str])
     images: Sequence[RecordedImage] = ()
+    is_decided: bool = True
+    is_dropped: bool = False
+    extra: Mapping[str, str] = field(default_factory=dict[str, str])
+    episode: EpisodeRecord | None = None
+    greedy: GreedyRecord | None = None
+    routes: Routes | None = None  # [T - 1, L, k]
 
     @property
     def staleness(self) -> int:
@@ -129,8 +167,10 @@ def write_records(path: Path, records: Sequence[RolloutRecord]) -> None:
     import pyarrow.parquet as pq
 
     schema = _schema()
-    if any(record.images for record in records):
-        schema = schema.append(pa.field("images", pa.list_(_image_type())))
+    for name, type in _rare_columns().items():
+        values = [getattr(record, name) for record in records]
+        if any(value is not None and len(value) for value in values):
+            schema = schema.append(pa.field(name, type))
     arrays = [
         _array([getattr(record, column.name) for record in records], column.type)
         for column in schema
@@ -154,6 +194,12 @@ def _array(values: Sequence[Any], type: pa.DataType) -> pa.Array:
         values = [list(value.items()) for value in values]
     elif type == pa.list_(_image_type()):
         values = [[image._asdict() for image in images] for images in values]
+    elif type == _greedy_type():
+        values = [None if value is None else _greedy_row(value) for value in values]
+    elif type == _episode_type():
+        values = [None if value is None else value._asdict() for value in values]
+    elif type == _routes_type():
+        values = [None if value is None else _packed_routes(value) for value in values]
     elif _has_arrays(type):
         # Arrow copies arrays of its own dtype, and converts others number by number.
         dtype = type.value_type.to_pandas_dtype()
@@ -190,6 +236,49 @@ def iterate_records(path: Path) -> Iterator[RolloutRecord]:
         )
     for batch in record_batches(path, max_rows=_ROWS_OF_A_BATCH, max_row_bytes=_MAX_ROW_BYTES):
         yield from _records(batch)
+
+
+def recorded_steps(run_dir: Path) -> list[Path]:
+    """Return the files of the rollout record of a run in the order of their steps.
+
+    Raises:
+        MsrlError: The run has no rollout record, or not of all steps up to the last one.
+    """
+    folder = run_dir / "rollouts"
+    files = sorted(folder.glob("step_*.parquet"))
+    if not files:
+        has_lines = any(folder.glob("step_*.jsonl"))
+        reason = "has JSON lines, which round log-probabilities" if has_lines else "does not exist"
+        raise MsrlError(
+            f"{run_dir}: the rollout record {reason}. Repeat the run with log.rollouts=parquet."
+        )
+    for number, path in enumerate(files, 1):
+        if path.name != f"step_{number:06d}.parquet":
+            raise MsrlError(
+                f"{folder}: has no step_{number:06d}.parquet, but {files[-1].name}. Restore the "
+                "missing file."
+            )
+    return files
+
+
+def column_names(path: Path) -> frozenset[str]:
+    """Return the columns of a file. Raises MsrlError if it is no Parquet file."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    try:
+        return frozenset(pq.read_schema(path).names)
+    except (pa.ArrowException, OSError) as error:
+        reason = str(error).splitlines()[0]
+        raise MsrlError(f"{path}: not a complete Parquet file: {reason}") from error
+
+
+def iterate_values(path: Path, *columns: str) -> Iterator[tuple[Any, ...]]:
+    """Yield the values of some columns for each row. Raises MsrlError if the file is damaged."""
+    for batch in record_batches(
+        path, max_rows=_ROWS_OF_A_BATCH, max_row_bytes=_MAX_ROW_BYTES, columns=columns
+    ):
+        yield from zip(*(batch.column(name).to_pylist() for name in columns), strict=True)
 
 
 def _records(batch: pa.RecordBatch) -> Iterator[RolloutRecord]:
@@ -237,8 +326,21 @@ def _schema() -> pa.Schema:
         "tag": pa.string(),
         "is_right": pa.bool_(),
         "reasons": pa.map_(pa.string(), pa.string()),
+        "is_decided": pa.bool_(),
+        "is_dropped": pa.bool_(),
+        "extra": pa.map_(pa.string(), pa.string()),
+        "episode": _episode_type(),
     }
     return pa.schema(types, metadata={"msrl.rollouts": FORMAT})
+
+
+@functools.cache
+def _rare_columns() -> dict[str, pa.DataType]:
+    """Return the columns of files that have values for them."""
+    import pyarrow as pa
+
+    images = pa.list_(_image_type())
+    return {"images": images, "greedy": _greedy_type(), "routes": _routes_type()}
 
 
 def _image_type() -> pa.DataType:
@@ -246,6 +348,65 @@ def _image_type() -> pa.DataType:
 
     numbers = {"offset": pa.int64(), "rows": pa.int64(), "columns": pa.int64()}
     return pa.struct({"key": pa.string(), **numbers})
+
+
+def _episode_type() -> pa.DataType:
+    import pyarrow as pa
+
+    return pa.struct(
+        [
+            ("prompt_ids", pa.list_(pa.int32())),
+            ("response", pa.string()),
+            ("environment", pa.string()),
+            ("fault_detail", pa.string()),
+            ("truncated_messages", pa.int64()),
+            ("repeats", pa.int64()),
+        ]
+    )
+
+
+def _greedy_type() -> pa.DataType:
+    import pyarrow as pa
+
+    return pa.struct(
+        [
+            ("token_ids", pa.list_(pa.int32())),
+            ("response", pa.string()),
+            ("finish_reason", pa.string()),
+            ("reward", pa.float64()),
+            ("scores", pa.map_(pa.string(), pa.float64())),
+            ("is_decided", pa.bool_()),
+        ]
+    )
+
+
+def _routes_type() -> pa.DataType:
+    import pyarrow as pa
+
+    names = {"layers": pa.int64(), "per_token": pa.int64(), "dtype": pa.string()}
+    return pa.struct({**names, "experts": pa.binary()})
+
+
+def _greedy_row(greedy: GreedyRecord) -> dict[str, Any]:
+    return {**greedy._asdict(), "scores": [*greedy.scores.items()]}
+
+
+def _packed_routes(routes: Routes) -> dict[str, Any]:
+    """Return routes as bytes, with what `_unpacked_routes` needs to read them."""
+    _, layers, per_token = routes.shape
+    little = np.ascontiguousarray(routes, routes.dtype.newbyteorder("<"))
+    return {
+        "layers": layers,
+        "per_token": per_token,
+        "dtype": routes.dtype.name,
+        "experts": little.tobytes(),
+    }
+
+
+def _unpacked_routes(values: Mapping[str, Any]) -> Routes:
+    dtype = np.dtype(values["dtype"])
+    flat = np.frombuffer(values["experts"], dtype.newbyteorder("<")).astype(dtype)
+    return flat.reshape(-1, values["layers"], values["per_token"])
 
 
 def _turn_type() -> pa.DataType:
@@ -274,7 +435,17 @@ def _record(row: Mapping[str, Any]) -> RolloutRecord:
     if "turns" in row:  # which files of earlier versions do not have
         values["turns"] = tuple(row["turns"])
     values["images"] = recorded_images(row.get("images") or ())
+    for name, read in _READERS.items():
+        if row.get(name) is not None:
+            values[name] = read(row[name])
     return RolloutRecord(**values)
+
+
+_READERS: Mapping[str, Callable[[Mapping[str, Any]], object]] = {
+    "episode": lambda values: EpisodeRecord(**values),
+    "greedy": lambda values: GreedyRecord(**values),
+    "routes": _unpacked_routes,
+}
 
 
 def recorded_images(images: Iterable[Mapping[str, Any]]) -> tuple[RecordedImage, ...]:

@@ -76,7 +76,7 @@ def _memory(plan: RunPlan, platform: Platform) -> Iterator[ConfigFinding]:
     memory_fit = fit(plan, platform, has_images=plan.has_images) if is_known else None
     if memory_fit is not None:
         yield finding(memory_fit, plan.train)
-        if plan.has_rollouts:
+        if plan.has_engines:
             yield from _cache(plan, memory_fit.memory.kv_cache)
 
 

@@ -116,15 +116,12 @@ def _check_supervised(plan: RunPlan, task: SupervisedTask[Any]) -> str:
 
 
 def _train_grpo(plan: RunPlan) -> str:
-    from msrl.workflows.rl.setup import prepare
+    from msrl.workflows.rl.start import prepare
     from msrl.workflows.training.preflight import check_start, planned_platform
 
     job = prepare(plan, planned_platform(plan.config))
     check_start(plan, job.platform, job.resume, has_images=plan.has_images)
-    return (
-        f"{len(job.prompts.rows):,} prompts, {job.num_steps:,} steps, "
-        f"devices used: {job.placement.num_devices}"
-    )
+    return job.summary
 
 
 def _with_examples(summary: str, plan: RunPlan) -> Inputs:
@@ -137,6 +134,8 @@ def _with_examples(summary: str, plan: RunPlan) -> Inputs:
     except MsrlError:  # the checks of the training have reported it
         tokenizer = None
     kind, count = data_kind(plan.config, plan.command), plan.config.preprocess.show or 1
+    if plan.is_replay:
+        return Inputs(summary, (), tokenizer)
     names = [*plan.data.blend] or [str(plan.data.train)]
     examples = [
         example

@@ -17,7 +17,7 @@ from msrl.tracking.run import CONFIG, read_attempts, require_regular_files
 from msrl.trainer.checkpointing.resume import SavedTraining, saved_steps
 from msrl.workflows.training.best import checkpoint_results
 from msrl.workflows.training.completed import final_results
-from msrl.workflows.training.run_log import next_command, write_results
+from msrl.workflows.training.run_log import next_command, recorded_run, write_results
 
 
 def run(folder: Path) -> None:
@@ -52,6 +52,7 @@ def run(folder: Path) -> None:
         curves=CURVES[training],
         command=command,
         differences=config.run.differences,
+        recorded=recorded_run(config),
     )
 
 

@@ -23,12 +23,14 @@ from msrl.files import write_text
 from msrl.rewards.sources import TAG
 from msrl.rewards.verdicts import Judge
 from msrl.tracking.rollouts import (
+    EpisodeRecord,
+    GreedyRecord,
     LoggedValues,
     RecordedImage,
     RolloutRecord,
     write_records,
 )
-from msrl.types import Completion, Episode, Ints, ScoredGroup
+from msrl.types import Completion, Episode, Ints, Prompt, ScoredGroup
 from msrl.vision.shown import shown_ids
 from msrl.workflows.thumbnails import write_thumbnails
 
@@ -169,7 +171,9 @@ class RolloutLog:
         self._write_thumbnails(all_groups)
         verdicts = self._judge.verdicts(all_groups)
         measured = _values_by_attribute(sequences, values or {})
-        completions = self._completions(step, all_groups, verdicts, measured, times or {})
+        completions = self._completions(
+            step, all_groups, verdicts, measured, times or {}, num_taken=len(groups)
+        )
         if self._format == "jsonl":
             self._write_lines(self.folder, step, [item.training_row() for item in completions])
             return
@@ -213,10 +217,13 @@ class RolloutLog:
         verdicts: Verdicts,
         measured: Iterator[Mapping[str, Any]],
         times: Mapping[str, float],
+        *,
+        num_taken: int | None = None,
     ) -> list[LoggedCompletion]:
         """Return the completions of all groups.
 
-        `measured` yields further attributes of the records of the first sequences.
+        `measured` yields further attributes of the records of the first sequences. The step has
+        dropped all groups but the first `num_taken`.
         """
         completions: list[LoggedCompletion] = []
         for number, (group, verdict) in enumerate(zip(groups, verdicts, strict=True)):
@@ -229,6 +236,7 @@ class RolloutLog:
                     "sample": sample,
                     "trainer_version": step - 1,
                     "times": times,
+                    "is_dropped": num_taken is not None and number >= num_taken,
                     "is_right": None if verdict is None else verdict[sample],
                     **self._answer(group, sample, text),
                 }
@@ -247,7 +255,11 @@ class RolloutLog:
             "prompt_index": prompt.index,
             "answer": prompt.answer,
             "tag": prompt.extra.get(TAG, ""),
+            "extra": prompt.extra,
             "reward": reward.total,
+            "is_decided": reward.is_decided,
+            "greedy": _greedy_record(group),
+            "episode": _episode_record(prompt, completion),
             "scores": reward.scores,
             "reasons": self._judge.reasons(completion.text, prompt.answer, reward.scores),
             "finish_reason": completion.finish_reason,
@@ -298,12 +310,42 @@ def _sequences(group: ScoredGroup, completion: Completion) -> Iterator[dict[str,
             "sequence": number,
             "token_ids": sequence.token_ids,
             "is_sampled": sequence.is_sampled,
+            "routes": sequence.routes,
             "behavior_logprobs": logprobs,
             "versions": _run_lengths(all_versions[start:end]),
             "loss_mask": np.zeros_like(sequence.is_sampled),
             "advantages": np.zeros_like(logprobs),
         }
         start = end
+
+
+def _greedy_record(group: ScoredGroup) -> GreedyRecord | None:
+    """Return the greedy response to the prompt of a group, if it has one."""
+    if group.greedy is None:
+        return None
+    (completion,), (reward,) = group.greedy.rollout.completions, group.greedy.rewards
+    return GreedyRecord(
+        completion.token_ids.tolist(),
+        completion.text,
+        completion.finish_reason,
+        reward.total,
+        reward.scores,
+        reward.is_decided,
+    )
+
+
+def _episode_record(prompt: Prompt, completion: Completion) -> EpisodeRecord | None:
+    episode = completion.episode
+    if episode is None:
+        return None
+    return EpisodeRecord(
+        prompt.token_ids.tolist(),
+        completion.text,
+        episode.environment,
+        episode.fault[1],
+        episode.truncated_messages,
+        episode.repeats,
+    )
 
 
 def _run_lengths(versions: Ints) -> list[tuple[int, int]]:

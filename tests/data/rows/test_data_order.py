@@ -19,6 +19,7 @@ from msrl.workflows.training.resume_checks import check_order, order_state
 from support import mentions
 
 ORDER = RowOrder(num_rows=10, rows_per_step=4, seed=3, shuffle=True)
+KEYS = {"num_rows": "data.train", "rows_per_step": "train.global_batch", "seed": "run.seed"}
 
 
 def test_every_epoch_contains_every_row_once():
@@ -44,12 +45,12 @@ def test_a_resumed_run_with_other_rows_is_refused(tmp_path: Path):
     state = {"step": 5, "cut": {}, "files": files, "extra": order_state(ORDER)}
     write_text(folder / STATE, with_checksum(state))
     saved = SavedTraining(tmp_path, 5)
-    check_order(saved, ORDER, rows_per_step="train.global_batch")
+    check_order(saved, ORDER, KEYS)
     with pytest.raises(
         MsrlError,
         match=mentions("train.global_batch", "was 4 rows, is 8", "run.seed", "was 3, is 1"),
     ):
-        check_order(saved, RowOrder(10, 8, 1, True), rows_per_step="train.global_batch")
+        check_order(saved, RowOrder(10, 8, 1, True), KEYS)
 
 
 def test_a_run_of_an_earlier_version_is_refused_with_a_remedy(tmp_path: Path) -> None:

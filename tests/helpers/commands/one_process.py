@@ -37,11 +37,11 @@ class Runner:
 
     def __init__(self, rank: int, world_size: int) -> None:
         from msrl.rollout import vllm
-        from msrl.workflows.rl import run
+        from msrl.workflows.rl import workers
         from msrl.workflows.training import trainers
 
         vllm.VllmEngine = _engine
-        run.start_workers = _rl_workers
+        workers.start_workers = _rl_workers
         trainers.local_workers = _ranks
 
     def run(self, *arguments: str) -> str:
@@ -107,6 +107,7 @@ def _rl_workers(job: Any, teachers: Any, restarts: Any) -> Iterator[Any]:
     from msrl.workflows.rl.rollout_actor import RolloutActor
     from msrl.workflows.rl.setup import numbered_engine_settings
     from msrl.workflows.rl.weight_transfer import WeightTransfer
+    from msrl.workflows.scoring import make_scorer
     from msrl.workflows.training.settings import rank_settings
     from msrl.workflows.training.train_worker import TrainWorker
     from msrl.workflows.training.trainer_group import TrainerGroup
@@ -123,7 +124,7 @@ def _rl_workers(job: Any, teachers: Any, restarts: Any) -> Iterator[Any]:
         reconnect = publish = verify_published = None
 
     with ExitStack() as stack:
-        scorer = stack.enter_context(workers._scorer(job))
+        scorer = stack.enter_context(make_scorer(job.plan, job.tokenizer, job.platform))
         models = {n: Path(model.path).absolute() for n, model in scorer.rank_models.items()}
         rank = TrainWorker(rank_settings(job.plan, "cpu", reward_models=models), 0, 1)
         trainers = ModelGroups(TrainerGroup(OneWorker(rank)), {}, shares_devices=True)
@@ -136,5 +137,5 @@ def _rl_workers(job: Any, teachers: Any, restarts: Any) -> Iterator[Any]:
         Transfer.__abstractmethods__ = frozenset()
         weights = Transfer(trainers, engines, job.config.rollout.weights)
         weights.update(job.start_step)
-        yield workers.Workers(trainers, engines, weights, scorer, teachers)
+        yield workers.EngineWorkers(trainers, teachers, engines, weights, scorer)
         trainers.close()

@@ -171,6 +171,26 @@ class FilterConfig(Section):
     )
 
 
+class ReplayConfig(Section):
+    """Training from recorded rollouts, without engines."""
+
+    path: Text | None = Field(
+        default=None,
+        description="Train from recorded rollouts, without engines: the folder of a run that was "
+        "recorded with log.rollouts=parquet, or a JSONL file of responses.",
+    )
+    rewards: Literal["recorded", "computed"] = Field(
+        default="recorded",
+        description="Rewards of the recorded responses: those of the record, or those that "
+        "reward.sources give them (computed).",
+    )
+    order: Literal["recorded", "shuffled"] = Field(
+        default="recorded",
+        description="Order of the recorded groups: step by step as in the record, or shuffled by "
+        "run.seed over the whole record.",
+    )
+
+
 class AsyncConfig(Section):
     """Generation while the policy trains."""
 
@@ -243,6 +263,9 @@ class RolloutConfig(_WithAsync):
     )
     sampling: SamplingConfig = Field(default=SamplingConfig(), description="Sampling of responses.")
     engine: EngineConfig = Field(default=EngineConfig(), description="Inference engine.")
+    replay: ReplayConfig = Field(
+        default=ReplayConfig(), description="Training from recorded rollouts, without engines."
+    )
     weights: WeightsConfig = Field(
         default=WeightsConfig(), description="Transfer of new weights to the engines."
     )

@@ -22,7 +22,7 @@ from msrl.rewards.score import Scorer, Scores
 from msrl.rewards.sources import TAG
 from msrl.types import Prompt, RolloutGroup, SamplingParams, ScoredGroup, StepReport
 from msrl.workflows.episodes.metrics import episode_metrics
-from msrl.workflows.rl.setup import RLSetup
+from msrl.workflows.rl.setup import GenerationSetup
 from msrl.workflows.rollout_log import RolloutLog
 from msrl.workflows.scoring import make_judge
 
@@ -52,7 +52,9 @@ class RolloutEvaluator:
 
     is_loss = False
 
-    def __init__(self, job: RLSetup, engines: Sampler, scorer: Scorer, log: RolloutLog) -> None:
+    def __init__(
+        self, job: GenerationSetup, engines: Sampler, scorer: Scorer, log: RolloutLog
+    ) -> None:
         self._job, self._engines, self._scorer, self._log = job, engines, scorer, log
         self._section = job.config.eval
         self._judge = make_judge(job.config)

@@ -28,7 +28,7 @@ class Recorder:
 
     def __init__(self, job: RLSetup, trainers: ModelGroups, session: TrainingSession) -> None:
         config, self._job, self._run_dir = job.config, job, session.run_dir
-        log, is_async = config.log, config.rollout.asynchronous.is_on
+        log, is_async = config.log, job.has_older_versions
         self.rollouts = RolloutLog(
             self._run_dir,
             job.tokenizer,
@@ -39,7 +39,9 @@ class Recorder:
         self._token_values = TokenValues(config, trainers, self.rollouts, session.note)
         has_one_update = updates_per_step(config) == 1 and not is_async
         self._trainers = trainers
-        self._gaps = GapMonitor(config.model, self._run_dir, session.note, is_async, has_one_update)
+        # A replay with other settings trains another policy than the one that sampled.
+        note = session.note if job.plan.has_engines else _ignore
+        self._gaps = GapMonitor(config.model, self._run_dir, note, is_async, has_one_update)
 
     def token_values(self, prepared: PreparedStep, clock: Clock) -> LoggedValues:
         """Compute the values of `log.tokens`. Call it before the first update of a step."""
@@ -109,3 +111,7 @@ class Recorder:
         }
         path = self._run_dir / "distributions" / f"step_{step:06d}.png"
         plot_distributions(values, path, title=f"{self._run_dir.name}, step {step}")
+
+
+def _ignore(_: str) -> None:
+    """Drop a line."""

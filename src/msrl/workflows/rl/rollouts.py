@@ -16,7 +16,7 @@ from msrl.plan.derived import needs_greedy
 from msrl.rewards.score import Scorer, Scores
 from msrl.types import Prompt, RolloutGroup, SamplingParams, ScoredGroup
 from msrl.workflows.rl.engine_group import EngineGroup
-from msrl.workflows.rl.setup import RLSetup
+from msrl.workflows.rl.setup import GenerationSetup
 from msrl.workflows.rl.step import Clock
 
 
@@ -42,7 +42,7 @@ class Rollouts:
     """Generator of the scored groups of each step. Its state is the number of used prompts."""
 
     def __init__(
-        self, job: RLSetup, engines: EngineGroup, scorer: Scorer, state: Mapping[str, Any]
+        self, job: GenerationSetup, engines: EngineGroup, scorer: Scorer, state: Mapping[str, Any]
     ) -> None:
         """Start from `state()` of the checkpoint to resume from, or from an empty state."""
         self._job, self._engines, self._scorer = job, engines, scorer
@@ -79,7 +79,7 @@ class Rollouts:
             scores = scores.plus(self._generate_scores(prompts, step, clock))
             num_refills += 1
             scores.require_scores(f"step {step + 1}")
-        return self._select_groups(scores, num_refills)
+        return select_groups(self._filter, self._num_groups, scores, num_refills)
 
     def _next_prompts(self, count: int) -> Sequence[Prompt]:
         prompts = self._job.prompts.after(self._num_used_prompts, count)
@@ -120,21 +120,27 @@ class Rollouts:
             scores = self._scorer.score(groups)
             return with_greedy(scores, self._scorer.score(greedy)) if greedy else scores
 
-    def _select_groups(self, scores: Scores, num_refills: int) -> StepRollouts:
-        """Select the first informative groups, then uninformative ones, in the order of prompts."""
-        informative = select_informative(self._filter, scores.groups)
-        order = np.concatenate([np.flatnonzero(informative), np.flatnonzero(~informative)])
-        selected = sorted(order[: self._num_groups].tolist())
-        dropped = sorted(order[self._num_groups :].tolist())
-        count, num_informative = len(informative), int(informative.sum())
-        missing = max(self._num_groups - num_informative, 0)
-        if missing and self._filter.refill:
-            note = missing_note(num_informative, count, f"{num_refills} refills")
-            scores = replace(scores, notes=(*scores.notes, note))
-        metrics = filter_metrics(self._filter, count, num_informative, missing, num_refills)
-        train_groups = tuple(scores.groups[number] for number in selected)
-        dropped_groups = tuple(scores.groups[number] for number in dropped)
-        return StepRollouts(scores, train_groups, dropped_groups, metrics)
+
+def select_groups(
+    section: FilterConfig, num_groups: int, scores: Scores, num_refills: int | None = None
+) -> StepRollouts:
+    """Select the first informative groups, then uninformative ones, in the order of prompts.
+
+    `num_refills` is the number of refills so far; None for rollouts that nothing can refill.
+    """
+    informative = select_informative(section, scores.groups)
+    order = np.concatenate([np.flatnonzero(informative), np.flatnonzero(~informative)])
+    selected = sorted(order[:num_groups].tolist())
+    dropped = sorted(order[num_groups:].tolist())
+    count, num_informative = len(informative), int(informative.sum())
+    missing = max(num_groups - num_informative, 0)
+    if missing and section.refill:
+        note = missing_note(num_informative, count, f"{num_refills} refills")
+        scores = replace(scores, notes=(*scores.notes, note))
+    metrics = filter_metrics(section, count, num_informative, missing, num_refills)
+    train_groups = tuple(scores.groups[number] for number in selected)
+    dropped_groups = tuple(scores.groups[number] for number in dropped)
+    return StepRollouts(scores, train_groups, dropped_groups, metrics)
 
 
 def greedy_sampling(sampling: SamplingParams) -> SamplingParams:

@@ -16,20 +16,18 @@ from msrl.plan.run_plan import RunPlan
 from msrl.tracking.plots import CURVES
 from msrl.tracking.progress import duration_text
 from msrl.trainer.checkpointing.resume import SavedTraining
-from msrl.workflows.rl.evaluation import RolloutEvaluator
 from msrl.workflows.rl.recorder import Recorder
-from msrl.workflows.rl.setup import RLSetup, prepare
-from msrl.workflows.rl.sources import rollout_source
+from msrl.workflows.rl.setup import RLSetup
+from msrl.workflows.rl.start import prepare, rollout_source, start_workers
 from msrl.workflows.rl.step import Clock
 from msrl.workflows.rl.teacher_servers import connect as connect_teachers
 from msrl.workflows.rl.token_values import size_note
 from msrl.workflows.rl.update.updater import Updater
-from msrl.workflows.rl.workers import Workers, start_workers
+from msrl.workflows.rl.workers import Workers
 from msrl.workflows.training.completed import finish_completed
 from msrl.workflows.training.preflight import check_start
 from msrl.workflows.training.run_log import count_text
 from msrl.workflows.training.session import TrainingSession, open_session
-from msrl.workflows.training.trainers import save_plan
 
 
 def run(plan: RunPlan) -> None:
@@ -55,9 +53,9 @@ def run(plan: RunPlan) -> None:
         if size := size_note(job.config, job.num_steps):
             session.note(size)
         ranks = count_text(plan.world_size, "training rank")
-        engines = count_text(plan.num_engines, "engine")
+        engines = f" and {count_text(plan.num_engines, 'engine')}" if plan.has_engines else ""
         session.note(
-            f"Starting {ranks} and {engines} on {job.platform.name}. The run is written to "
+            f"Starting {ranks}{engines} on {job.platform.name}. The run is written to "
             f"{session.run_dir}"
         )
         for line in teachers.notes:
@@ -72,7 +70,7 @@ def run(plan: RunPlan) -> None:
                     f"rollout.async.max_staleness={options.max_staleness}: the run trains on "
                     "samples of older policies without a correction"
                 )
-            session.run(partial(_train, job, workers, session), partial(_restart, job, workers))
+            session.run(partial(_train, job, workers, session), partial(workers.restart, plan))
         session.finish()
 
 
@@ -91,7 +89,7 @@ def _train(
     )
     rollouts = rollout_source(job, workers, state)
     recorder = Recorder(job, workers.trainers, session)
-    evaluator = RolloutEvaluator(job, rollouts.sampler, workers.scorer, recorder.rollouts)
+    evaluator = rollouts.evaluator(recorder.rollouts)
     with session.training(workers.trainers, evaluator), rollouts.running():
         session.evaluate_at_start()
         for step in session.steps():
@@ -108,12 +106,3 @@ def _train(
                 with rollouts.saving():
                     session.save({**job.state, **rollouts.state(), **updater.state()})
     rollouts.finish()
-
-
-def _restart(job: RLSetup, workers: Workers, resume: SavedTraining | None) -> None:
-    """Restart the ranks. The engines stay, and load the weights of the checkpoint."""
-    workers.trainers.end()
-    workers.engines.offload(discard_weights=True)
-    workers.trainers.restart(resume, save_plan(job.plan))
-    workers.weights.reconnect()
-    workers.weights.update(resume.step if resume is not None else 0)

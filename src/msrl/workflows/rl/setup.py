@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from fractions import Fraction
 from functools import partial
 from itertools import accumulate
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -48,28 +48,50 @@ from msrl.workflows.training.preflight import check_run_folder
 from msrl.workflows.training.settings import policy_schedule, separate_critic
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class RLSetup:
     """Setup of a run, which does not depend on the cluster."""
 
     plan: RunPlan
-    config: Config
     platform: Platform
     placement: Placement
-    prompts: Prompts
     state: Mapping[str, Any]  # for the resume checks; every checkpoint holds it
-    eval_prompts: tuple[Prompt, ...]
-    sampling: SamplingParams
     num_steps: int
     resume: SavedTraining | None
-    hf_dir: Path
     tokenizer: TextTokenizer
-    episodes: EpisodeSettings | None = None
+
+    @property
+    def config(self) -> Config:
+        return self.plan.config
 
     @property
     def start_step(self) -> int:
         """Number of steps before this run."""
         return self.resume.step if self.resume else 0
+
+    @property
+    def has_older_versions(self) -> bool:
+        """True if policies before the current one may have sampled tokens of a step."""
+        return self.config.rollout.asynchronous.is_on
+
+    @property
+    def summary(self) -> str:
+        """Amount of the inputs of the run, in one line."""
+        return f"{self.num_steps:,} steps, devices used: {self.placement.num_devices}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerationSetup(RLSetup):
+    """Setup of a run whose engines generate the rollouts."""
+
+    prompts: Prompts
+    eval_prompts: tuple[Prompt, ...]
+    sampling: SamplingParams
+    episodes: EpisodeSettings | None = None
+
+    @property
+    def summary(self) -> str:
+        return f"{len(self.prompts.rows):,} prompts, {super().summary}"
 
 
 @dataclass(frozen=True)
@@ -85,7 +107,7 @@ class Prompts:
         return [self.dataset[self.rows[row]] for row in self.order.after(position, count)]
 
 
-def prepare(plan: RunPlan, platform: Platform | None = None) -> RLSetup:
+def prepare(plan: RunPlan, platform: Platform | None = None) -> GenerationSetup:
     """Check everything that can be checked before Ray starts and return the setup of the run.
 
     `platform` is that of the configuration by default, which this machine must support then.
@@ -97,14 +119,11 @@ def prepare(plan: RunPlan, platform: Platform | None = None) -> RLSetup:
     platform = platform or resolve(config.cluster.platform)
     _check_async_platform(plan, platform)
     check_limits(rollout_engine_settings(plan), platform, read_config=plan.hf_config)
-    check_run_folder(config)
-    tokenizer = open_tokenizer(plan.tokenizer_dir)
+    tokenizer = checked_tokenizer(plan)
     check_stops("rollout.sampling.stop", config.rollout.sampling.stop, tokenizer)
     check_stops("eval.sampling.stop", config.eval.sampling.stop or (), tokenizer)
-    check_teacher_tokenizers(plan)
-    check_reference_tokenizer(plan)
     refuse_images(plan)
-    prompts = _training_prompts(plan, tokenizer)
+    prompts = training_prompts(plan, tokenizer)
     check_tags(
         config.algo.distill.teachers,
         (prompts.dataset[row] for row in prompts.rows),
@@ -115,15 +134,9 @@ def prepare(plan: RunPlan, platform: Platform | None = None) -> RLSetup:
             difficulty(prompts.dataset[row])
     held_out = eval_prompts(plan, tokenizer)
     num_steps = count_steps(config, len(prompts.rows))
-    rates = policy_schedule(config, num_steps)
-    resume, state = resume_checks.checkpoint_and_state(plan, prompts.order, rates, num_steps)
-    if resume:
-        _check_critic(plan, resume)
-    num_policy_steps = max((resume.step if resume else 0) - config.algo.value.warmup_steps, 0)
-    resume_checks.report_schedule(resume, rates, num_policy_steps * updates_per_step(config))
-    return RLSetup(
+    resume, state = checkpoint_to_resume(plan, prompts.order, num_steps)
+    return GenerationSetup(
         plan=plan,
-        config=config,
         platform=platform,
         placement=plan.place(platform.ray_resource),
         prompts=prompts,
@@ -132,10 +145,36 @@ def prepare(plan: RunPlan, platform: Platform | None = None) -> RLSetup:
         sampling=plan.sampling,
         num_steps=num_steps,
         resume=resume,
-        hf_dir=plan.model.hf_dir,
         tokenizer=tokenizer,
         episodes=episode_settings(plan, (prompts.dataset[row] for row in prompts.rows)),
     )
+
+
+def checked_tokenizer(plan: RunPlan) -> TextTokenizer:
+    """Return the tokenizer of a run, after checks of the run's folder and of other tokenizers."""
+    check_run_folder(plan.config)
+    tokenizer = open_tokenizer(plan.tokenizer_dir)
+    check_teacher_tokenizers(plan)
+    check_reference_tokenizer(plan)
+    return tokenizer
+
+
+def checkpoint_to_resume(
+    plan: RunPlan, order: RowOrder | BlendOrder, num_steps: int
+) -> tuple[SavedTraining | None, Mapping[str, Any]]:
+    """Return the checkpoint to resume from, and the state for the resume checks of later runs.
+
+    Raises:
+        MsrlError: The run cannot resume from the checkpoint.
+    """
+    config = plan.config
+    rates = policy_schedule(config, num_steps)
+    resume, state = resume_checks.checkpoint_and_state(plan, order, rates, num_steps)
+    if resume:
+        _check_critic(plan, resume)
+    num_policy_steps = max((resume.step if resume else 0) - config.algo.value.warmup_steps, 0)
+    resume_checks.report_schedule(resume, rates, num_policy_steps * updates_per_step(config))
+    return resume, state
 
 
 def refuse_images(plan: RunPlan) -> None:
@@ -219,7 +258,7 @@ def _check_async_platform(plan: RunPlan, platform: Platform) -> None:
         )
 
 
-def _training_prompts(plan: RunPlan, tokenizer: TextTokenizer) -> Prompts:
+def training_prompts(plan: RunPlan, tokenizer: TextTokenizer) -> Prompts:
     """Return the prompts of `data.train` or `data.blend`, which fit the model. Raises MsrlError."""
     config, data = plan.config, plan.data
     if data.train is None and not data.blend:
@@ -316,8 +355,8 @@ def difficulty(prompt: Prompt) -> float:
     )
 
 
-def count_steps(config: Config, num_prompts: int) -> int:
-    """Return the number of steps of a run.
+def count_steps(config: Config, num_prompts: int | Fraction) -> int:
+    """Return the number of steps of a run with so many prompts per epoch.
 
     Raises:
         MsrlError: The critic's warm-up takes all of them.

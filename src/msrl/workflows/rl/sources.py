@@ -15,12 +15,14 @@ from msrl.errors import MsrlError, ProcessFailedError
 from msrl.trainer.objective.batches import num_loss_tokens
 from msrl.workflows.rl.asynchronous.engines import LoopingEngines
 from msrl.workflows.rl.asynchronous.rollouts import AsyncRollouts
-from msrl.workflows.rl.evaluation import Sampler
+from msrl.workflows.rl.evaluation import RolloutEvaluator
 from msrl.workflows.rl.rollouts import Rollouts, StepRollouts
-from msrl.workflows.rl.setup import RLSetup
+from msrl.workflows.rl.setup import GenerationSetup
 from msrl.workflows.rl.step import Clock
 from msrl.workflows.rl.update.batches import PreparedStep
-from msrl.workflows.rl.workers import Workers
+from msrl.workflows.rl.workers import EngineWorkers
+from msrl.workflows.rollout_log import RolloutLog
+from msrl.workflows.training.session import Evaluator
 
 _MAX_EMPTY_STEPS = 10  # in succession
 
@@ -28,12 +30,14 @@ _MAX_EMPTY_STEPS = 10  # in succession
 class RolloutSource(Protocol):
     """Source of the rollouts of each step. The training loop calls its methods in their order."""
 
-    sampler: Sampler  # for evaluations
-
     @contextmanager
     def running(self) -> Iterator[None]:
         """Generate alongside the body, if the run is asynchronous."""
         yield
+
+    @abstractmethod
+    def evaluator(self, log: RolloutLog) -> Evaluator | None:
+        """Return the evaluator of held-out prompts, which writes to `log`; None without engines."""
 
     @abstractmethod
     def take(self, step: int, clock: Clock) -> StepRollouts:
@@ -66,9 +70,14 @@ class RolloutSource(Protocol):
 class SynchronousSource(RolloutSource):
     """Engines that generate the rollouts of a step before its update."""
 
-    def __init__(self, job: RLSetup, workers: Workers, state: Mapping[str, Any]) -> None:
-        self._workers, self.sampler = workers, workers.engines
+    def __init__(
+        self, job: GenerationSetup, workers: EngineWorkers, state: Mapping[str, Any]
+    ) -> None:
+        self._job, self._workers = job, workers
         self._rollouts = Rollouts(job, workers.engines, workers.scorer, state)
+
+    def evaluator(self, log: RolloutLog) -> Evaluator:
+        return RolloutEvaluator(self._job, self._workers.engines, self._workers.scorer, log)
 
     def take(self, step: int, clock: Clock) -> StepRollouts:
         return self._rollouts.generate(step, clock)
@@ -96,14 +105,18 @@ class SynchronousSource(RolloutSource):
 class AsynchronousSource(RolloutSource):
     """Engines that generate for later steps while the ranks train."""
 
-    def __init__(self, job: RLSetup, workers: Workers, state: Mapping[str, Any]) -> None:
-        self._workers = workers
+    def __init__(
+        self, job: GenerationSetup, workers: EngineWorkers, state: Mapping[str, Any]
+    ) -> None:
+        self._job, self._workers = job, workers
         self._is_paused = job.config.rollout.asynchronous.partial  # during updates
         engines = LoopingEngines(workers.engines.workers, workers.engines.restart_lost)
         publish = workers.weights.publish
         self._rollouts = AsyncRollouts(job, engines, workers.scorer, publish, state)
-        self.sampler = self._rollouts
         self._num_empty = 0
+
+    def evaluator(self, log: RolloutLog) -> Evaluator:
+        return RolloutEvaluator(self._job, self._rollouts, self._workers.scorer, log)
 
     @contextmanager
     def running(self) -> Iterator[None]:
@@ -139,9 +152,3 @@ class AsynchronousSource(RolloutSource):
         """Verify the last weights that engines have loaded."""
         with suppress(ProcessFailedError):  # an engine that is lost now is no longer needed
             self._workers.weights.verify_published()
-
-
-def rollout_source(job: RLSetup, workers: Workers, state: Mapping[str, Any]) -> RolloutSource:
-    """Return the source of a run that starts from the state of a checkpoint, or an empty one."""
-    is_async = job.config.rollout.asynchronous.is_on
-    return (AsynchronousSource if is_async else SynchronousSource)(job, workers, state)

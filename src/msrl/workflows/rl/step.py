@@ -57,7 +57,12 @@ def step_metrics(
         "rollout/response_length_max": float(lengths.max()),
         "rollout/truncated": float(arrays.truncated.mean()),
         **{f"rollout/{name}": value for name, value in episode_metrics(rollouts).items()},
-        "rollout/tokens_per_s": num_response_tokens / max(seconds.get("rollout", 0.0), 1e-9),
+        **_generation_speed(num_response_tokens, seconds),
         **{f"train/{name}": value for name, value in train_metrics.items()},
         "perf/tokens_per_s": num_tokens / max(sum(seconds.values()), 1e-9),
     }
+
+
+def _generation_speed(num_tokens: int, seconds: Mapping[str, float]) -> dict[str, float]:
+    """Return the tokens per second of engines that generate in a stage of the step."""
+    return {"rollout/tokens_per_s": num_tokens / seconds["rollout"]} if "rollout" in seconds else {}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -11,15 +11,17 @@ from pathlib import Path
 from msrl.cluster.ports import Ports
 from msrl.cluster.session import PlacedWorkers, Session, ray_session
 from msrl.cluster.state import tls_files
-from msrl.plan.run_plan import run_folder
+from msrl.plan.run_plan import RunPlan, run_folder
+from msrl.rewards.models.on_ranks import RankModel
 from msrl.rewards.score import Scorer
 from msrl.rollout.engine import is_eager
 from msrl.tracking.run import RAY_LOGS
+from msrl.trainer.checkpointing.resume import SavedTraining
 from msrl.types import Ints
 from msrl.workflows.rl.engine_group import EngineGroup, engine_environments
 from msrl.workflows.rl.model_groups import ModelGroups, separate_groups
 from msrl.workflows.rl.rollout_actor import RolloutActor
-from msrl.workflows.rl.setup import RLSetup, numbered_engine_settings
+from msrl.workflows.rl.setup import GenerationSetup, RLSetup, numbered_engine_settings
 from msrl.workflows.rl.teacher_servers import TeacherServers
 from msrl.workflows.rl.weight_transfer import WeightTransfer, connect
 from msrl.workflows.scoring import make_scorer
@@ -36,29 +38,58 @@ class Workers:
     """Workers of a run."""
 
     trainers: ModelGroups
+    teachers: TeacherServers
+
+    def restart(self, plan: RunPlan, resume: SavedTraining | None) -> None:
+        """Restart the ranks from a checkpoint, None for the initial weights."""
+        self.trainers.end()
+        self.trainers.restart(resume, save_plan(plan))
+
+
+@dataclass(frozen=True, slots=True)
+class EngineWorkers(Workers):
+    """Workers of a run whose engines generate the rollouts."""
+
     engines: EngineGroup
     weights: WeightTransfer
     scorer: Scorer
-    teachers: TeacherServers
+
+    def restart(self, plan: RunPlan, resume: SavedTraining | None) -> None:
+        """Restart the ranks. The engines stay, and load the weights of the checkpoint."""
+        self.trainers.end()
+        self.engines.offload(discard_weights=True)
+        self.trainers.restart(resume, save_plan(plan))
+        self.weights.reconnect()
+        self.weights.update(resume.step if resume is not None else 0)
 
 
 @contextmanager
-def start_workers(job: RLSetup, teachers: TeacherServers, restarts: Restarts) -> Iterator[Workers]:
+def open_placement(job: RLSetup) -> Iterator[tuple[Session, PlacedWorkers]]:
+    """Connect to Ray, the configured cluster or a new one, and reserve the devices of a run."""
+    cluster, platform = job.config.cluster, job.platform
+    with ray_session(
+        cluster.address,
+        num_devices=job.placement.num_devices,
+        resource_name=platform.ray_resource,
+        env=cluster.env,
+        tls=tls_files(cluster.tls),
+        logs=run_folder(job.config) / RAY_LOGS,
+    ) as session:
+        yield (
+            session,
+            session.create_placement(job.placement, timeout_s=cluster.wait_for_nodes_s),
+        )
+
+
+@contextmanager
+def start_workers(
+    job: GenerationSetup, teachers: TeacherServers, restarts: Restarts
+) -> Iterator[EngineWorkers]:
     """Start all workers in a Ray cluster, the configured or a new one; stop them at the end."""
     cluster, platform = job.config.cluster, job.platform
     with ExitStack() as stack:
         scorer = stack.enter_context(make_scorer(job.plan, job.tokenizer, platform))
-        session = stack.enter_context(
-            ray_session(
-                cluster.address,
-                num_devices=job.placement.num_devices,
-                resource_name=platform.ray_resource,
-                env=cluster.env,
-                tls=tls_files(cluster.tls),
-                logs=run_folder(job.config) / RAY_LOGS,
-            )
-        )
-        placed = session.create_placement(job.placement, timeout_s=cluster.wait_for_nodes_s)
+        session, placed = stack.enter_context(open_placement(job))
         # Ray returns the devices of the engines only before any actor is started.
         collectives = platform.collective_environment(
             "engine", timeout_s=cluster.rpc_timeout_s, variables=cluster.env
@@ -68,7 +99,7 @@ def start_workers(job: RLSetup, teachers: TeacherServers, restarts: Restarts) ->
         engine_settings = numbered_engine_settings(job.plan)
         eager = is_eager(engine_settings[0].engine, platform)
         engine_env = engine_environments(placed, platform, env, ports, is_eager=eager)
-        trainers = _model_groups(job, scorer, session, placed)
+        trainers = model_groups(job, scorer.rank_models, session, placed)
         engines = EngineGroup(
             RayWorkers(
                 session,
@@ -89,18 +120,16 @@ def start_workers(job: RLSetup, teachers: TeacherServers, restarts: Restarts) ->
         engines.restore_with(weights.reload)
         for name, model in scorer.rank_models.items():
             model.connect(partial(_rank_scores, trainers, engines, name))
-        yield Workers(trainers, engines, weights, scorer, teachers)
+        yield EngineWorkers(trainers, teachers, engines, weights, scorer)
         engines.release()
 
 
-def _model_groups(
-    job: RLSetup, scorer: Scorer, session: Session, placed: PlacedWorkers
+def model_groups(
+    job: RLSetup, models: Mapping[str, RankModel], session: Session, placed: PlacedWorkers
 ) -> ModelGroups:
-    """Create the actors of all ranks. They also hold the reward models of `scorer`."""
+    """Create the actors of all ranks. They also hold the reward models."""
     config, plan, platform = job.config, job.plan, job.platform
-    reward_models = {
-        name: Path(model.path).absolute() for name, model in scorer.rank_models.items()
-    }
+    reward_models = rank_model_folders(models)
     settings = rank_settings(plan, platform.name, reward_models=reward_models)
     timeout_s = config.cluster.rpc_timeout_s
     trainers = ray_ranks(session, placed, config, settings, platform, timeout_s=timeout_s)
@@ -108,7 +137,12 @@ def _model_groups(
     return ModelGroups(trainers, separate, shares_devices=not plan.has_separate_engines)
 
 
-def _start(trainers: ModelGroups, engines: EngineGroup, job: RLSetup) -> WeightTransfer:
+def rank_model_folders(models: Mapping[str, RankModel]) -> dict[str, Path]:
+    """Return the folders of reward models on the ranks, by the label of their source."""
+    return {name: Path(model.path).absolute() for name, model in models.items()}
+
+
+def _start(trainers: ModelGroups, engines: EngineGroup, job: GenerationSetup) -> WeightTransfer:
     """Load the models of ranks and engines; return the transfer between them.
 
     They load at the same time only in main memory or on separate devices: on a shared device,

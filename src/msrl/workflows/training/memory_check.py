@@ -90,7 +90,7 @@ def _least(memory: Memory, plan: RunPlan, longest: int | None) -> Memory:
 
 
 def _with_engine(memory: Memory, plan: RunPlan, platform: Platform) -> Memory:
-    if not plan.has_rollouts:
+    if not plan.has_engines:
         return memory
     sleeps = sleep_level(plan.rollout.engine, platform) > 0
     return with_engine(

@@ -52,8 +52,9 @@ def check_start(
     if platform.missing() is None:
         check_memory(plan, platform, longest=longest, has_images=has_images)
     check_trackers(plan.config.log.trackers, plan.config.log.options)
-    if plan.has_rollouts:
+    if plan.has_engines:
         check_platform(plan.rollout.engine, platform)
+    if plan.scores_responses:
         check_functions([Source.of(section) for section in plan.config.reward.sources])
     folders = [path for path in loaded_models(plan, resume) if not is_without_weights(path)]
     verify_models(folders)
@@ -66,7 +67,7 @@ def check_start(
 
 def _warn_about_generation(plan: RunPlan, platform: Platform) -> None:
     """Print a warning if a trained model can generate nothing on the platform of its training."""
-    if plan.has_rollouts or plan.is_reward_model:
+    if plan.has_engines or plan.is_reward_model:
         return
     try:
         check_model(read_hf_config(plan.model.hf_dir), plan.shape, platform)

@@ -23,6 +23,7 @@ from msrl.files import digest_of_ends
 from msrl.limits import print_note
 from msrl.models.shape import Shape
 from msrl.plan.derived import preference_plan
+from msrl.plan.replay import recorded_files
 from msrl.plan.run_plan import RunPlan
 from msrl.registry import PREFERENCES
 from msrl.registry.declarations import declaration
@@ -58,8 +59,8 @@ def checkpoint_and_state(
         )
     state = {**order_state(order), **checked_values(plan, schedule)}
     if resume:
-        size = "rollout.prompts_per_step" if plan.has_rollouts else "train.global_batch"
-        check_order(resume, order, rows_per_step=size)
+        if _was_replay(resume) == plan.is_replay:  # otherwise `check` reports it
+            check_order(resume, order, _order_keys(plan))
         check(resume, state)
     check_room(plan.checkpoint_dir, resume)
     return resume, state
@@ -73,19 +74,33 @@ def order_state(order: RowOrder | BlendOrder) -> dict[str, Any]:
     return {"order": asdict(order)}
 
 
-def check_order(saved: SavedTraining, order: RowOrder | BlendOrder, *, rows_per_step: str) -> None:
+def _was_replay(saved: SavedTraining) -> bool:
+    """Return True if the run of a checkpoint trained from recorded rollouts."""
+    keys = saved.state()["extra"].get("remembered", {}).get("keys", {})
+    return keys.get("rollout.replay.path") is not None
+
+
+def _order_keys(plan: RunPlan) -> dict[str, str]:
+    """Return the keys that determine each value of the order of the rows."""
+    return {
+        "num_rows": "rollout.replay.path" if plan.is_replay else "data.train",
+        "weights": "data.blend",
+        "rows_per_step": "rollout.prompts_per_step" if plan.has_rollouts else "train.global_batch",
+        "seed": "run.seed",
+        "shuffle": "rollout.replay.order" if plan.is_replay else "data.shuffle",
+    }
+
+
+def check_order(
+    saved: SavedTraining, order: RowOrder | BlendOrder, keys: Mapping[str, str]
+) -> None:
     """Check that a resumed run reads the rows that the saved run would have read next.
+
+    `keys` are the configuration keys of the values of the order.
 
     Raises:
         MsrlError: with every key that has changed.
     """
-    keys = {
-        "num_rows": "data.train",
-        "weights": "data.blend",
-        "rows_per_step": rows_per_step,
-        "seed": "run.seed",
-        "shuffle": "data.shuffle",
-    }
     current = {
         name: list(value) if isinstance(value, tuple) else value
         for name, value in asdict(order).items()
@@ -136,6 +151,8 @@ def checked_values(plan: RunPlan, schedule: Schedule) -> dict[str, Any]:
             else {}
         ),
     }
+    if plan.has_rollouts:
+        keys["rollout.replay.path"] = "a record" if plan.is_replay else None
     if plan.command == "train-dpo":
         keys |= _preference_values(config)
     if plan.is_reward_model:
@@ -154,7 +171,17 @@ def checked_values(plan: RunPlan, schedule: Schedule) -> dict[str, Any]:
     if plan.command in ("train-dpo", "train-rm") and config.data.eval is not None:
         names["data.eval"] = config.data.eval  # the best evaluation has the lowest loss
     contents = {key: fingerprint(plan.prefix(name)) for key, name in names.items()}
-    if lora.rank is not None or (plan.needs_reference and not plan.has_own_reference):
+    if plan.is_replay:
+        files = recorded_files(str(config.rollout.replay.path))
+        contents["rollout.replay.path"] = digest_of_ends([(path.name, path) for path in files])
+    contents |= _digests_of_models(plan)
+    return {"remembered": {"keys": keys, "contents": contents, "schedule": asdict(schedule)}}
+
+
+def _digests_of_models(plan: RunPlan) -> dict[str, str]:
+    """Return the digests of weights that checkpoints do not hold, by key."""
+    contents = dict[str, str]()
+    if plan.train.lora.rank is not None or (plan.needs_reference and not plan.has_own_reference):
         contents["model.path"] = weights_digest(plan.model.weights)
     if plan.start_adapters is not None:
         contents["train.lora.load"] = weights_digest(plan.start_adapters)
@@ -165,7 +192,7 @@ def checked_values(plan: RunPlan, schedule: Schedule) -> dict[str, Any]:
         if section.model is not None:
             weights = plan.teachers[section.model].weights
             contents[f"algo.distill.teachers.{number}.model"] = weights_digest(weights)
-    return {"remembered": {"keys": keys, "contents": contents, "schedule": asdict(schedule)}}
+    return contents
 
 
 def _preference_values(config: Config) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from msrl.errors import MsrlError, ProcessFailedError, RunFailedError, Verificat
 from msrl.limits import print_note, printable
 from msrl.plan.run_plan import checkpoint_folder
 from msrl.processes.unreported_end import UnreportedEnd
+from msrl.tracking.comparison import Comparison, compare
 from msrl.tracking.console import StepConsole
 from msrl.tracking.log_file import FILE_NAME as LOG_FILE
 from msrl.tracking.log_file import LogFile, logged_output
@@ -26,7 +27,7 @@ from msrl.tracking.plots import plot_metrics
 from msrl.tracking.prometheus import PrometheusTracker
 from msrl.tracking.report import summarize, write_report
 from msrl.tracking.rollouts import remove_after
-from msrl.tracking.run import RunFolder, resume_command
+from msrl.tracking.run import CONFIG, RunFolder, resume_command
 from msrl.tracking.tracker import Trackers, open_trackers
 from msrl.trainer.checkpointing.resume import saved_steps
 from msrl.types import StepReport
@@ -48,10 +49,17 @@ def write_results(
     curves: Sequence[str],
     command: str | None,
     differences: Sequence[str] = (),
+    recorded: Path | None = None,
 ) -> None:
     """Write the report and the curves of the run folder `path`, and print the results.
 
-    `command` continues with the results.
+    Args:
+        path: folder of the run.
+        results: lines of the report.
+        curves: metrics to draw.
+        command: command that continues with the results.
+        differences: accepted differences from the file of another system.
+        recorded: folder of the run whose recorded rollouts this one trains on.
     """
     reports = read_metrics(path)
     if reports:
@@ -67,12 +75,25 @@ def write_results(
             rollouts=rollouts_with_images(path),
             command=command,
             differences=differences,
+            comparison=_comparison(recorded, reports),
         )
         results = {**results, "report": str(report)}
     if command is not None:
         results = {**results, "next": command}
     for name, value in results.items():
         print(f"{name}: {value}")
+
+
+def recorded_run(config: Config) -> Path | None:
+    """Return the folder of the run whose recorded rollouts a run trains on; None without one."""
+    path = config.rollout.replay.path
+    return Path(path) if path is not None and (Path(path) / CONFIG).is_file() else None
+
+
+def _comparison(recorded: Path | None, reports: Sequence[StepReport]) -> Comparison | None:
+    """Compare a run with the one whose rollouts it trains on, if that has reports."""
+    others = [] if recorded is None else read_metrics(recorded)
+    return compare(str(recorded), others, reports) if others else None
 
 
 def next_command(
@@ -194,6 +215,7 @@ class RunLog:
                 results,
                 curves=self._curves,
                 differences=self._config.run.differences,
+                recorded=recorded_run(self._config),
                 command=next_command(
                     self._config,
                     self.path,

@@ -43,7 +43,7 @@ from msrl.workflows.rl.rollouts import (
     select_informative,
     with_greedy,
 )
-from msrl.workflows.rl.setup import RLSetup
+from msrl.workflows.rl.setup import GenerationSetup
 from msrl.workflows.rl.step import Clock
 
 _END_S = 10.0  # longest wait for a thread at the end; a reward may take longer
@@ -59,7 +59,7 @@ class AsyncRollouts:
 
     def __init__(
         self,
-        job: RLSetup,
+        job: GenerationSetup,
         engines: LoopingEngines,
         scorer: Scorer,
         publish: Callable[[int], None],

@@ -1,0 +1,1 @@
+"""Training from recorded rollouts, without engines."""
