@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,7 +20,9 @@ from msrl.files import write_text
 from msrl.plan.run_plan import resolve
 from msrl.trainer.checkpointing.integrity import with_checksum
 from msrl.trainer.checkpointing.resume import STATE, SavedTraining, check_room, training_dir
+from msrl.trainer.checkpointing.state import _check_resumable
 from msrl.trainer.schedule import Schedule
+from msrl.trainer.settings import ReplicaSettings
 from msrl.workflows.training import resume_checks
 from msrl.workflows.training.best import Best
 from support import assert_mentions, mentions
@@ -140,6 +144,26 @@ def test_a_changed_loss_and_changed_held_out_data_are_refused(
     keys = {key: value for key, value in state["remembered"]["keys"].items() if "algo" not in key}
     earlier = {"remembered": {**state["remembered"], "keys": keys, "contents": {}}}
     resume_checks.check(saved_with(folder, earlier, "earlier"), state_now(*now, command=command))
+
+
+@pytest.mark.parametrize(
+    ("was_trained", "coef", "fragments"),
+    [
+        (True, 0.0, ("train.indexer_loss_coef=0.0", "above 0")),
+        (False, 0.5, ("train.indexer_loss_coef=0.5", "with 0")),
+        (True, 0.25, ()),
+        (False, 0.0, ()),
+    ],
+)
+def test_whether_indexers_are_trained_must_not_change_but_the_coefficient_may(
+    folder: Path, was_trained: bool, coef: float, fragments: tuple[str, ...]
+) -> None:
+    settings = ReplicaSettings(folder, indexer_loss_coef=coef)
+    rank: Any = SimpleNamespace(main=SimpleNamespace(settings=settings), critic=None)
+    saved = saved_with(folder, {})
+    expected = pytest.raises(MsrlError, match=mentions(*fragments, "checkpoint.load"))
+    with expected if fragments else contextlib.nullcontext():
+        _check_resumable(rank, saved, {"trains_indexers": was_trained})
 
 
 def test_an_option_that_is_set_to_its_default_resumes(folder: Path) -> None:
