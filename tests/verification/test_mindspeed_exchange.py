@@ -16,12 +16,13 @@ import families
 import mindspeed_oracle as oracle
 from families import FAMILIES
 from mixture_families import MIXTURES
-from model_table import MODEL_TYPES
+from model_table import MODEL_TYPES, UNSHARDED
 from msrl.checkpoint.mcore.argument_table import READ_ARGUMENTS
 from msrl.checkpoint.mcore.files import namespace
 from msrl.models.families import all_rules, load_shape
 from msrl.models.parallel_layout import ParallelLayout
 from msrl.verification.bits import same_bits
+from support import assert_mentions
 from test_cli import msrl
 
 DENSE = ("qwen2.5", "qwen3", "llama 2", "llama 3.2", "gemma 2", "seed-oss")
@@ -45,10 +46,11 @@ TABLE = [
     (name, layout)
     for name in MODEL_TYPES
     for layout in (LAYOUTS if name in DENSE else LAYOUTS | EXPERTS)
+    if MODEL_TYPES[name] not in UNSHARDED or "tp2" not in layout
 ]
 NORMAL = {
     ("qwen2.5", "tp2 pp2"), ("deepseek v3", "tp2 ep2 extended grouped"), ("glm 5.2", "pp2 ep2"),
-    ("ling 2", "tp2 ep2"),
+    ("ling 2", "tp2 ep2"), ("minimax m2", "ep2"), ("qwen3-next", "pp2 ep2"),
 }  # fmt: skip
 THEIRS = {
     "--tp": "--target-tensor-parallel-size", "--pp": "--target-pipeline-parallel-size",
@@ -104,7 +106,7 @@ READ_BY_MG2HF = words("""
     num_layers_per_virtual_pipeline_stage num_experts hidden_size num_attention_heads
     num_key_value_heads kv_channels add_qkv_bias qk_layernorm q_lora_rank qk_head_dim
     qk_pos_emb_head_dim v_head_dim post_norm shared_expert_gate
-    untie_embeddings_and_output_weights
+    untie_embeddings_and_output_weights full_attention_interval
 """)
 NOT_WRITTEN = {
     # Settings of a training or a machine, which a converted model does not fix
@@ -113,7 +115,7 @@ NOT_WRITTEN = {
     "hybrid_override_pattern", "hybrid_attention_ratio", "hybrid_mlp_ratio", "is_hybrid_model",
     "mamba_state_dim", "mamba_head_dim",
     "mamba_num_groups", "heterogeneous_layers_config_path",
-    "heterogeneous_layers_config_encoded_json", "full_attention_interval",
+    "heterogeneous_layers_config_encoded_json",
     # mg2hf has an indexer by the model type, and writes those of the checkpoint without these
     "enable_dsa_indexer", "indexer_types", "index_topk_freq", "index_skip_topk_offset",
     "apply_layernorm_1p",  # MindSpeed-LLM's RMSNorm has --add-rmsnorm-offset in its place
@@ -201,7 +203,8 @@ def test_mindspeeds_converter_reads_a_checkpoint_of_msrl_unchanged(
 ) -> None:
     root, words = oracle.checkout(), (LAYOUTS | EXPERTS)[layout].split()
     weights = save_source(tmp_path / "hf", name)
-    ours = ("--load", str(tmp_path / "hf"), "--save", str(tmp_path / "mg"))
+    ours = ["--load", str(tmp_path / "hf"), "--save", str(tmp_path / "mg")]
+    ours += ["--names", "mindspeed"] if name == "qwen3-next" else []
     assert msrl("convert-ckpt", "hf2mcore", *ours, *words, "--no-verify") == 0
     # The layout comes from our arguments; these four are read from its command line alone.
     repeated = [word for word in words if word.startswith(("--moe-", "--noop-"))]
@@ -476,6 +479,41 @@ def test_names_of_transformer_engine_in_the_converter_are_read_and_written(
         )["model"]
         assert model.keys() == theirs.keys()
         assert all(same_bits(model[key], theirs[key]) for key in theirs)
+
+
+def test_whole_mixers_are_read_in_any_layout(tmp_path: Path) -> None:
+    weights = save_source(tmp_path / "hf", "qwen3-next")
+    options = ("--tp", "1", "--names", "mindspeed", "--no-verify")
+    folders = ("--load", str(tmp_path / "hf"), "--save", str(tmp_path / "mg"))
+    assert msrl("convert-ckpt", "hf2mcore", *folders, *options) == 0
+    folders = ("--load", str(tmp_path / "mg"), "--save", str(tmp_path / "own"))
+    assert msrl("convert-ckpt", "reshard", *folders, "--tp", "2", "--pp", "2", "--no-verify") == 0
+    folders = ("--load", str(tmp_path / "own"), "--save", str(tmp_path / "back"))
+    assert msrl("convert-ckpt", "mcore2hf", *folders, "--no-verify") == 0
+    assert_same_weights(tmp_path / "back", weights)
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "fragments"),
+    [
+        ("qwen3-next", "--tp 2", ("--names mindspeed", "--tp", "2")),
+        ("qwen3-next", "--format dist", ("--names mindspeed", "distributed")),
+        ("qwen3", "", ("--names mindspeed", "Qwen3ForCausalLM")),
+    ],
+)
+def test_whole_mixers_are_written_where_mindspeed_reads_them(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    name: str,
+    options: str,
+    fragments: tuple[str, ...],
+) -> None:
+    save_source(tmp_path / "hf", name)
+    folders = ("--load", str(tmp_path / "hf"), "--save", str(tmp_path / "mg"))
+    words = ("--names", "mindspeed", *options.split())
+    assert msrl("convert-ckpt", "hf2mcore", *folders, *words) == 2
+    assert_mentions(capsys.readouterr().err, *fragments)
+    assert not (tmp_path / "mg").exists()
 
 
 def uneven_vocabulary(folder: Path, rows: tuple[int, int]) -> dict[str, Tensor]:

@@ -44,6 +44,7 @@ from msrl.checkpoint.mcore.files import (
 )
 from msrl.checkpoint.mcore.legacy import refuse_unnamed
 from msrl.checkpoint.mcore.names import LOCAL, Naming, file_specs, file_tensors, repack
+from msrl.checkpoint.mcore.whole_mixers import refuse_other_models, whole_mixers
 from msrl.checkpoint.rank_shapes import Plan, RankPlan, make_plan
 from msrl.checkpoint.source import WeightSource
 from msrl.checkpoint.threads import in_parallel
@@ -54,7 +55,7 @@ from msrl.models.families import all_rules
 from msrl.models.parallel_layout import SINGLE_RANK, Coords, ParallelLayout
 from msrl.models.rules import Rule
 from msrl.models.shape import Shape
-from msrl.models.stages import split_chunk_name
+from msrl.models.stages import split_chunk_name, stage_tensors
 
 ITERATION = 1
 Advance = Callable[[int], None]
@@ -114,6 +115,8 @@ def ruled_plan(shape: Shape, target: McoreTarget) -> Plan:
     target.layout.check(shape)
     _refuse_unsupported(target)
     plan = replace(make_plan(shape, target.file_layout, target.file_multiple), layout=target.layout)
+    if target.naming.whole_mixers:
+        refuse_other_models(shape, target.layout.tp)
     if target.naming.legacy:
         refuse_unnamed(
             [split_chunk_name(name)[1] for rank in plan.ranks for name in rank.tensors],
@@ -133,6 +136,11 @@ def _refuse_unsupported(target: McoreTarget) -> None:
         raise MsrlError(
             "--names te-converter: MindSpeed-LLM's converter has no distributed checkpoints. "
             "Use --names te or --format mindspeed."
+        )
+    if target.distributed and target.naming.whole_mixers:
+        raise MsrlError(
+            "--names mindspeed: MindSpeed-LLM's converter has no distributed checkpoints. "
+            "Use --format mindspeed."
         )
     if target.distributed and target.naming.legacy:
         raise MsrlError(
@@ -310,11 +318,15 @@ def _create_rank_file(
     arguments: argparse.Namespace,
 ) -> _RankFile:
     """Create the file of one rank without reading its tensors."""
-    local_specs = _rank_specs(source, target, rank)
+    tensors = source.local_pieces(target.layout, rank.at, target.dtype, target.vocab_multiple)
+    if target.naming.whole_mixers:
+        placed = stage_tensors(source.shape, target.layout, rank.at)
+        tensors = whole_mixers(source, placed, tensors)
+    tensors = list(tensors)
+    local_specs = {name: pieces.spec for name, pieces in tensors}
     tensors_in_file = file_tensors(
         local_specs, target.naming, is_mixture=source.shape.moe is not None
     )
-    tensors = source.local_pieces(target.layout, rank.at, target.dtype, target.vocab_multiple)
     path = rank_file(folder, ITERATION, target.layout, rank.at)
     writer = rank_writer(path, file_specs(tensors_in_file, local_specs), arguments, ITERATION)
     return _RankFile(

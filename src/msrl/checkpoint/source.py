@@ -31,6 +31,7 @@ from msrl.checkpoint.mcore.locate import (
     find_checkpoint,
     latest_iteration,
 )
+from msrl.checkpoint.mcore.whole_mixers import has_whole_mixers, shard_mixers
 from msrl.checkpoint.prediction_layers import refuse_prediction_layers
 from msrl.checkpoint.rank_shapes import padded_vocab_size, rank_plan
 from msrl.checkpoint.torch_files.reader import tensor_spec
@@ -300,6 +301,12 @@ def open_sharded(
     )
     for rank, content in contents.items():
         _check_args(files, rank, vars(content["args"]), shape, config_dir)
+    if shape.delta is not None and any(map(has_whole_mixers, models.values())):
+        files.layout.check(shape)
+        models = {
+            at: shard_mixers(model, stage_tensors(shape, files.layout, at))
+            for at, model in models.items()
+        }
     if shape.vision is not None:
         models = _with_tower(models, files.layout, shape, config_dir)
     source = ShardedSource(shape, files.layout, models, config_dir, str(save))

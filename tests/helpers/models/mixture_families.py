@@ -115,6 +115,7 @@ QWEN3_NEXT = {
     **_EXPERTS,
     "architectures": ["Qwen3NextForCausalLM"],
     "model_type": "qwen3_next",
+    "full_attention_interval": 2,
     "rms_norm_eps": 1e-6,
     "attention_bias": False,
     "rope_theta": 1e7,

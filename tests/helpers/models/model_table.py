@@ -29,7 +29,10 @@ MODEL_TYPES = {
     "deepseek v3": "deepseek3", "qwen2 moe": "qwen2-moe", "glm 4.5": "glm45",
     "glm 4.5 air": "glm45-air", "seed-oss": "seed-oss", "deepseek v3.2": "deepseek32",
     "glm 5": "glm5", "glm 5.2": "glm5", "ling 2": "bailing_mini", "hunyuan 3": "HYV3",
+    "minimax m2": "minimax_m2", "qwen3-next": "qwen3-next",
 }  # fmt: skip
+# Of these, the converter does not shard the mixers or their norms.
+UNSHARDED = ("minimax_m2", "qwen3-next")
 # Families whose rollouts ran with vLLM on CPU.
 GENERATED = {"qwen2", "qwen3", "llama", "mistral", "glm", "chatglm", "gemma2", "gemma3"} | {
     *("qwen3_moe", "qwen2_moe", "glm4", "glm4_moe", "mixtral", "seed_oss"),
@@ -61,7 +64,7 @@ def _row(module: ModuleType, own: dict[str, Family]) -> tuple[str, ...]:
         "yes; states restart at borders" if has_delta else "yes",
         ", ".join(_context_algorithms(shapes)),
         _engine(module, list(own.values()), shapes),
-        ", ".join(f"`{name}`" for name in types) or "no",
+        ", ".join(f"`{x}`{' with TP 1' if x in UNSHARDED else ''}" for x in types) or "no",
     )
 
 

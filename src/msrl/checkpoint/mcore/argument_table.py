@@ -79,6 +79,16 @@ def _moe_layer_freq(source: ArgumentSource) -> int | list[int] | None:
     return [int(has_experts) for has_experts in layers]
 
 
+def _attention_interval(source: ArgumentSource) -> int | None:
+    """Return n if every n-th layer has attention and the others are delta networks, else None."""
+    has_attention = [isinstance(layer.mixer, Attention) for layer in source.shape.layers]
+    if source.shape.delta is None:
+        return None
+    interval = has_attention.index(True) + 1
+    numbers = range(1, len(has_attention) + 1)
+    return interval if has_attention == [n % interval == 0 for n in numbers] else None
+
+
 def _virtual_stages(source: ArgumentSource) -> int | None:
     return None if source.layout.vpp is None else source.layout.num_chunks(source.shape.num_layers)
 
@@ -144,6 +154,7 @@ READ_ARGUMENTS: dict[str, Value] = {
         lambda mla: mla.rope_head_dim
     ),  # mg2hf set_model_layer_attn, loads+
     "v_head_dim": _mla_value(lambda mla: mla.v_head_dim),  # mg2hf set_model_layer_attn, loads+
+    "full_attention_interval": _attention_interval,  # mg2hf set_model_layer_attn, of Qwen3-Next
     "attention_dropout": lambda s: 0.0,  # loads
     "apply_query_key_layer_scaling": lambda s: False,  # loads
     # Positions

@@ -47,6 +47,8 @@ _FUSED = {"linear_fc1": "weight1", "linear_fc2": "weight2"}
 class Naming:
     """Tensor names of a file: Transformer Engine's (`te`), with `grouped` experts, or `legacy`.
 
+    `whole_mixers` selects MindSpeed-LLM's tensors of Qwen3-Next (see `whole_mixers.py`).
+
     `converter` selects the names that MindSpeed-LLM's converter gives to Transformer Engine's
     layers. The layers of its training (`te`) fuse other norms.
     """
@@ -55,6 +57,7 @@ class Naming:
     grouped: bool = False
     legacy: bool = False
     converter: bool = False
+    whole_mixers: bool = False
 
 
 LOCAL = Naming()

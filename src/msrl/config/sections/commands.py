@@ -58,11 +58,12 @@ class ConvertConfig(LayoutConfig):
         description="Checkpoint format: one file per rank (mindspeed) or Megatron's distributed "
         "format (dist).",
     )
-    names: Literal["local", "te", "te-converter", "legacy"] = Field(
+    names: Literal["local", "te", "te-converter", "mindspeed", "legacy"] = Field(
         default="local",
         description="Tensor names: Megatron's local layers (local), Transformer Engine's (te), "
         "those that MindSpeed-LLM's converter gives to Transformer Engine's layers (te-converter), "
-        "or those before megatron-core (legacy).",
+        "MindSpeed-LLM's of Qwen3-Next, which it does not shard (mindspeed), or those before "
+        "megatron-core (legacy).",
     )
     pad_vocab_to_multiple: Count | None = Field(
         default=None,

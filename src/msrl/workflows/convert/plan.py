@@ -33,6 +33,7 @@ def target_from(convert: ConvertConfig) -> McoreTarget:
         grouped=convert.moe_grouped_gemm,
         legacy=convert.names == "legacy",
         converter=convert.names == "te-converter",
+        whole_mixers=convert.names == "mindspeed",
     )
     return McoreTarget(
         layout_from(convert),
