@@ -1,7 +1,8 @@
 """Files and scripts of systems without an importer, which are recognized to say what to do.
 
 Sources: LLaMA-Factory 0.9 (hparams), ms-swift 3 (arguments), TRL 1.0 (scripts and configs), axolotl
-(schemas), OpenRLHF (cli), slime (arguments.py) and NeMo-RL (examples/configs).
+(schemas), OpenRLHF (cli), slime (arguments.py), NeMo-RL (examples/configs) and MindSpeed-LLM
+c77308a1 (examples/fsdp2).
 """
 
 from __future__ import annotations
@@ -57,6 +58,7 @@ OTHERS = (
            "openrlhf.cli"),
     _other("slime", "hf_checkpoint", "rollout_function_path rollout_num_gpus prompt_data",
            "slime"),
+    _other("MindSpeed-LLM's FSDP2 backend", "parallel training", "model data"),
     _other(
         "ms-swift",
         "model",

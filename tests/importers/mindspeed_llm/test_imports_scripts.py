@@ -56,7 +56,7 @@ def test_torchrun_sets_the_devices_of_the_training(tmp_path: Path):
     ("line", "words"),
     [
         (f"{TUNE} --spec mindspeed_llm.tasks.models.spec.longcat_spec layer_spec", "longcat"),
-        (f"{TUNE} --lora-modules-to-save x --model-type-hf qwen3-next", "qwen3-next"),
+        (f"{TUNE} --lora-modules-to-save x --model-type-hf plm", "plm"),
         ("convert_ckpt_v2.py --load-dir a --save-dir b --model-type-hf phi3.5", "phi3.5"),
         ("inference.py --load a --spec mindspeed_llm.tasks.models.spec.plm_spec layer_spec", "plm"),
         ("inference.py --load a --task chat --enable-mhc", "hyper-connections"),
@@ -74,10 +74,20 @@ def test_a_model_without_a_family_is_the_only_reason_of_a_refusal(line: str, wor
         "--model-type-hf HYV3 --spec mindspeed_llm.tasks.models.spec.bailing_spec layer_spec",
         "--model-type-hf bailing_mini",
         "--model-type-hf glm5",
+        "--model-type-hf minimax_m2 --spec mindspeed_llm.tasks.models.spec.minimax_spec layer_spec",
+        "--model-type-hf qwen3-next --spec mindspeed_llm.tasks.models.spec.qwen3_next_spec x "
+        "--full-attention-interval 4 --mamba-d-conv 4 --mamba-expand 1 --mamba-chunk-size 64 "
+        "--no-enable-linear-qkv",
     ],
 )
 def test_models_whose_checkpoints_are_read_are_imported(flags: str) -> None:
     assert native_tree(f"{TUNE} {flags}") == native_tree(TUNE)
+
+
+def test_a_conversion_has_the_names_that_the_original_gives_to_qwen3_next() -> None:
+    line = "convert_ckpt_v2.py --load-model-type hf --save-model-type mg --load-dir a --save-dir b"
+    trees = [native_tree(f"{line} --model-type-hf {model}") for model in ("qwen3-next", "qwen3")]
+    assert [tree["convert"].get("names") for tree in trees] == ["mindspeed", None]
 
 
 def test_a_training_without_the_flag_bf16_uses_float32():

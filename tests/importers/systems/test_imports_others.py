@@ -18,6 +18,7 @@ FILES = {
     "axolotl": "base_model: Qwen/Qwen2.5-7B\ndatasets: [{path: a.jsonl, type: alpaca}]\n",
     "OpenRLHF": "pretrain: Qwen/Qwen2.5-7B\nprompt_data: a.jsonl\n",
     "slime": "hf_checkpoint: Qwen2.5-7B\nprompt_data: a.jsonl\n",
+    "FSDP2": "model: {model_id: qwen3_next}\nparallel: {cp_size: 1}\ntraining: {lr: 1e-5}\n",
     "NeMo-RL": "policy: {model_name: Qwen/Qwen2.5-7B}\ngrpo: {num_prompts_per_step: 32}\n",
 }
 SCRIPTS = {

@@ -173,6 +173,9 @@ def _command(translation: Translation, section: str, words: Sequence[Word]) -> N
     if translation.is_refused:
         return
     keys.apply_remaining()
+    is_qwen3_next = keys.value("model_type_hf") == "qwen3-next"
+    if section == "convert" and is_qwen3_next and _model_types(keys) == ("hf", "mg"):
+        translation.set_default("convert.names", "mindspeed")
     if section == "convert" and _writes_legacy(words[start].text, keys):
         translation.set_default("convert.names", "legacy")
     is_first_converter = words[start].text.endswith("convert_ckpt.py")

@@ -23,12 +23,10 @@ _CONVERTED = {
     "minicpm": "MiniCPMForCausalLM",
     "minicpm3": "MiniCPM3ForCausalLM",
     "minicpm-moe": "MiniCPMForCausalLM",
-    "minimax_m2": "MiniMaxM2ForCausalLM",
     "phi3.5": "Phi3ForCausalLM",
     "phi3.5-moe": "PhimoeForCausalLM",
     "plm": "PLMForCausalLM",
     "qwen": "QWenLMHeadModel",
-    "qwen3-next": "Qwen3NextForCausalLM",
 }
 _LAYERS = {
     "deepseek4_spec": "deepseek4",
@@ -37,16 +35,9 @@ _LAYERS = {
     "longcat_spec": "longcat",
     "mamba_spec": "mamba2",
     "minicpm_spec": "minicpm",
-    "minimax_spec": "minimax_m2",
     "phi35_moe_spec": "phi3.5-moe",
     "plm_spec": "plm",
-    "qwen3_next_spec": "qwen3-next",
 }
-
-_OTHER_NAMES = (
-    "the names of its tensors in MindSpeed's checkpoints are not read. Train it from its Hugging "
-    "Face folder with a configuration of msrl"
-)
 
 
 def refuse_model(translation: Translation, keys: Keys) -> None:
@@ -56,7 +47,7 @@ def refuse_model(translation: Translation, keys: Keys) -> None:
         value = "" if entry is None or entry.value is None else str(as_list(entry.value)[0])
         model = _LAYERS.get(value.rpartition(".")[2], value)
         if entry is not None and model in _CONVERTED:
-            reason = UNSUPPORTED.get(_CONVERTED[model], _OTHER_NAMES)
+            reason = UNSUPPORTED[_CONVERTED[model]]
             translation.add_error(entry, f"not supported: the model {model}: {reason}")
             return translation.refuse_as_one()
     return None
