@@ -366,6 +366,7 @@ def test_rules_name_exactly_the_tensors_of_a_published_index() -> None:
     ("name", "changes", "fragments"),
     [
         ("qwen3 moe", {"num_experts_per_tok": 9}, ("num_experts_per_tok=9", "8 experts")),
+        ("mixtral", {"num_experts_per_tok": 1}, ("num_experts_per_tok=1", "gradient")),
         ("qwen3 moe", {"decoder_sparse_step": 5}, ("num_hidden_layers=4", "experts")),
         (
             "qwen3 moe",

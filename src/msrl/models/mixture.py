@@ -56,6 +56,12 @@ def layer_experts(config: HfConfig, moe: Moe, layers: Sequence[bool]) -> tuple[M
         )
     if moe.experts_per_token > moe.num_experts:
         config.fail("num_experts_per_tok", f"exceeds the {moe.num_experts} experts")
+    if moe.experts_per_token == 1 and moe.normalize and moe.score == "softmax":
+        config.fail(
+            "num_experts_per_tok",
+            "is not supported with normalized weights: that of a single expert is always 1, so "
+            "that its router has no gradient",
+        )
     if moe.num_experts % moe.num_groups:
         config.fail("n_group", f"does not divide the {moe.num_experts} experts")
     if moe.num_chosen_groups > moe.num_groups:

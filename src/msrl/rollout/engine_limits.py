@@ -11,7 +11,7 @@ from pathlib import Path
 from msrl.errors import MsrlError
 from msrl.models.families import shape_from_config
 from msrl.models.hf_config import HfConfig, read_hf_config
-from msrl.models.shape import Attention, Indexer, Mla, Shape
+from msrl.models.shape import Attention, DeltaNet, Indexer, Mla, Shape
 from msrl.platforms.base import Platform
 from msrl.rollout import engine_source
 from msrl.rollout.engine import BYTES_PER_ELEMENT, EngineSettings, check_platform, is_eager
@@ -28,6 +28,7 @@ _NO_COMPILATION = "TORCHDYNAMO_DISABLE"
 # Families whose classes in vLLM do not read the window of each layer.
 _WINDOWS_OF_EVEN_LAYERS = ("gpt_oss",)
 _ONE_WINDOW = ("qwen2", "qwen2_vl", "qwen2_5_vl", "internvl", "qwen3", "qwen3_moe", "mixtral")
+_GATE_LIMIT = 7.0  # of gpt-oss, in vLLM's kernels of `swigluoai`
 # Keys that vLLM reads, and transformers does not need, with the defaults of the config classes.
 _MIXTURE_KEYS: dict[str, dict[str, int | None]] = {
     "hy_v3": {"first_k_dense_replace": None, "expert_hidden_dim": None},
@@ -65,6 +66,8 @@ def check_limits(
             f"model.dtype={dtype}: on {platform.name}, vLLM computes gated delta networks in "
             f"{platform.delta_network_dtype} only. Set model.dtype={platform.delta_network_dtype}."
         )
+    if shape.delta is not None:
+        _check_prefixes(settings, platform)
     check_model(config, shape, platform)
     _check_devices(settings, shape)
     _check_batch(settings, length, platform)
@@ -83,7 +86,14 @@ def check_model(config: HfConfig, shape: Shape, platform: Platform) -> None:
     if shape.indexer is not None:
         _check_indexer(config, shape, shape.indexer, platform)
     _check_attention(config, shape, platform)
+    if shape.delta is not None:
+        _check_delta_heads(config, shape.delta, platform)
     _check_windows(config, shape)
+    if shape.family == "gpt_oss" and shape.gate_limit != _GATE_LIMIT:
+        raise MsrlError(
+            f"{config.where}: swiglu_limit={shape.gate_limit:g}: vLLM's {shape.architecture} has "
+            f"the limit {_GATE_LIMIT:g}. {_NOT_GENERATED}"
+        )
     _check_mixture(config, shape)
     if platform.groups_sigmoid_scores:
         _check_scores(config, shape, platform)
@@ -147,6 +157,29 @@ def _check_attention(config: HfConfig, shape: Shape, platform: Platform) -> None
         raise MsrlError(
             f"{config.where}: {key}: vLLM's Qwen2 requires hidden_size / num_attention_heads. "
             f"{_NOT_GENERATED}"
+        )
+
+
+def _check_delta_heads(config: HfConfig, delta: DeltaNet, platform: Platform) -> None:
+    """Check that vLLM has kernels for the heads of gated delta networks."""
+    multiple = platform.delta_head_multiple
+    for name, size in (("key", delta.key_head_dim), ("value", delta.value_head_dim)):
+        if size % multiple:
+            raise MsrlError(
+                f"{config.where}: linear_{name}_head_dim={size}: on {platform.name}, vLLM computes "
+                f"gated delta networks whose head sizes are multiples of {multiple} only. "
+                f"{_NOT_GENERATED}"
+            )
+
+
+def _check_prefixes(settings: EngineSettings, platform: Platform) -> None:
+    """Check that vLLM can cache the states of delta networks (its `MambaModelConfig`)."""
+    arguments = {**settings.engine.options, **platform.engine_arguments()}
+    if settings.engine.prefix_cache and arguments.get("enable_chunked_prefill") is False:
+        raise MsrlError(
+            "rollout.engine.prefix_cache=true: vLLM caches the states of gated delta networks only "
+            f"where it reads prompts in several steps, which it does not on {platform.name}. Set "
+            "it to false."
         )
 
 

@@ -61,7 +61,6 @@ from msrl.types import (
     RolloutGroup,
     SamplingParams,
 )
-from msrl.vision.settings import has_vision
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -486,7 +485,7 @@ def engine_variables(platform: Platform, settings: EngineSettings) -> dict[str, 
     own = platform.engine_environment(
         settings.engine.tp, is_eager=is_eager(settings.engine, platform)
     )
-    vision = class_variable(settings.model_dir) if has_vision(settings.model_dir) else {}
+    vision = class_variable(settings.model_dir)
     # All processes of an engine are on one machine.
     return {**common, **own, **platform.network_environment("lo"), **vision}
 

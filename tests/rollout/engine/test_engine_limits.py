@@ -114,6 +114,7 @@ ALTERNATING = ["full_attention", "sliding_attention"] * 2
 @pytest.mark.parametrize(
     ("name", "changes", "fragments"),
     [
+        ("gpt-oss", {"swiglu_limit": 1.0}, ("swiglu_limit=1", "7")),
         ("gpt-oss", {"layer_types": ALTERNATING}, ("layer_types", "GptOss", "every second layer")),
         ("gpt-oss", {}, ()),
         ("gpt-oss", {"layer_types": ["full_attention"] * 4}, ()),
@@ -127,10 +128,11 @@ ALTERNATING = ["full_attention", "sliding_attention"] * 2
         ("gemma 2", {"layer_types": ALTERNATING}, ()),
     ],
 )
-def test_windows_that_vllm_does_not_read_are_refused(
+def test_windows_and_limits_that_vllm_does_not_read_are_refused(
     tmp_path: Path, name: str, changes: dict[str, Any], fragments: tuple[str, ...]
 ) -> None:
-    config = {**(FAMILIES | MIXTURES)[name].config, "hidden_size": 128, **changes}
+    config = {**(FAMILIES | MIXTURES)[name].config, "hidden_size": 128}
+    config |= {"swiglu_limit": 7.0, **changes}
     (tmp_path / "config.json").write_text(json.dumps(config))
     for platform in ("cpu", "cuda"):
         message = refusal(EngineSettings(tmp_path), platform)
@@ -146,10 +148,11 @@ def _attributes(module: str) -> set[str]:
     return {node.attr for node in found if isinstance(node, ast.Attribute)}
 
 
-def test_the_classes_of_vllm_do_not_read_the_window_of_each_layer() -> None:
+def test_the_classes_of_vllm_read_neither_the_window_of_each_layer_nor_a_limit() -> None:
     for module in ("gpt_oss", "qwen2", "qwen3", "qwen3_moe", "mixtral"):
         assert "layer_types" not in _attributes(module)
     assert "sliding_window" in _attributes("gpt_oss") and "layer_types" in _attributes("gemma2")
+    assert "swiglu_limit" not in _attributes("gpt_oss")
 
 
 LITE = {"hidden_size": 128, "kv_lora_rank": 512, "qk_rope_head_dim": 64}
@@ -223,7 +226,16 @@ def test_delta_networks_in_another_type_than_bfloat16_are_refused_on_cpu(tmp_pat
     (tmp_path / "config.json").write_text(json.dumps(FAMILIES["qwen3.5"].config))
     settings = EngineSettings(tmp_path)
     assert_mentions(refusal(settings), "model.dtype=float32", "gated delta", "bfloat16")
-    assert refusal(replace(settings, dtype="bfloat16")) == refusal(settings, "cuda") == ""
+    settings = replace(settings, dtype="bfloat16")
+    assert refusal(settings, prefix_cache=False) == refusal(settings, "cuda") == ""
+    assert_mentions(refusal(settings), "rollout.engine.prefix_cache=true", "cpu", "false")
+
+
+def test_vllm_caches_states_only_with_prompts_in_several_steps() -> None:
+    nodes = engine_source.statements("model_executor/models/config.py") or pytest.skip("no vLLM")
+    (mamba,) = (x for x in nodes if isinstance(x, ast.ClassDef) and x.name == "MambaModelConfig")
+    asserted = [ast.unparse(x) for x in ast.walk(mamba) if isinstance(x, ast.Assert)]
+    assert any("enable_chunked_prefill" in text for text in asserted)
 
 
 def test_a_latent_without_a_kernel_is_refused_unless_it_is_expanded(

@@ -21,6 +21,7 @@ from typing import Any
 
 from msrl.models.hf_config import read_hf_config
 from msrl.platforms.base import is_installed
+from msrl.vision.settings import has_vision
 
 VARIABLE = "MSRL_VISION_MODEL"
 """Environment variable with the architecture that a process of vLLM must be able to import."""
@@ -39,6 +40,8 @@ _VIDEOS = {
     "qwen3_vl": ("Qwen3VLConfig", "Qwen3VLMoeConfig", "Qwen3_5Config", "Qwen3_5MoeConfig"),
     "qwen2_vl": ("Qwen2VLConfig", "Qwen2_5_VLConfig"),
 }
+# Classes of language models in files of vLLM with vision-language models.
+_TEXT_CLASSES = ("Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM")
 _CLASSES = {
     "internvl": "InternVLVideoProcessor",
     "qwen3_vl": "Qwen3VLVideoProcessor",
@@ -56,10 +59,15 @@ class _Absent(ModuleType):
 
 
 def class_variable(model_dir: Path) -> dict[str, str]:
-    """Return the environment variable of processes that must import the class of a model."""
+    """Return the environment variable of processes that must import the class of a model.
+
+    It is empty for models without a tower whose class is not beside one with a tower.
+    """
     if is_installed("torchvision"):
         return {}
-    return {VARIABLE: read_hf_config(model_dir).architecture()}
+    architecture = read_hf_config(model_dir).architecture()
+    needs_processors = has_vision(model_dir) or architecture in _TEXT_CLASSES
+    return {VARIABLE: architecture} if needs_processors else {}
 
 
 def prepare_process() -> None:
