@@ -173,11 +173,8 @@ def _command(translation: Translation, section: str, words: Sequence[Word]) -> N
     if translation.is_refused:
         return
     keys.apply_remaining()
-    is_qwen3_next = keys.value("model_type_hf") == "qwen3-next"
-    if section == "convert" and is_qwen3_next and _model_types(keys) == ("hf", "mg"):
-        translation.set_default("convert.names", "mindspeed")
-    if section == "convert" and _writes_legacy(words[start].text, keys):
-        translation.set_default("convert.names", "legacy")
+    if section == "convert":
+        _default_names(translation, keys, words[start].text)
     is_first_converter = words[start].text.endswith("convert_ckpt.py")
     if section == "convert" and is_first_converter and keys.get("params_dtype") is None:
         translation.remarks.append(
@@ -236,6 +233,14 @@ def _model_types(keys: Keys) -> tuple[str, str]:
     """Return load_model_type and save_model_type, by default hf and mg."""
     source, target = keys.value("load_model_type"), keys.value("save_model_type")
     return str(source or "hf"), str(target or "mg")
+
+
+def _default_names(translation: Translation, keys: Keys, program: str) -> None:
+    """Set the names of tensors that the converter writes without an option for them."""
+    if keys.value("model_type_hf") == "qwen3-next" and _model_types(keys) == ("hf", "mg"):
+        translation.set_default("convert.names", "mindspeed")
+    if _writes_legacy(program, keys):
+        translation.set_default("convert.names", "legacy")
 
 
 def _writes_legacy(program: str, keys: Keys) -> bool:
