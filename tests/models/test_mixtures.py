@@ -374,6 +374,7 @@ def test_rules_name_exactly_the_tensors_of_a_published_index() -> None:
             ("shared_expert_intermediate_size=64",),
         ),
         ("deepseek v3", {"n_group": 3}, ("n_group=3", "8 experts")),
+        ("deepseek v3", {"n_group": 8}, ("n_group=8", "two")),
         ("deepseek v3", {"topk_group": 5}, ("topk_group=5", "4 groups")),
         ("deepseek v3", {"topk_group": 1}, ("num_experts_per_tok=3", "4 groups")),
         ("deepseek v3", {"scoring_func": "softmax"}, ("scoring_func",)),

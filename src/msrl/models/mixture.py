@@ -64,6 +64,8 @@ def layer_experts(config: HfConfig, moe: Moe, layers: Sequence[bool]) -> tuple[M
         )
     if moe.num_experts % moe.num_groups:
         config.fail("n_group", f"does not divide the {moe.num_experts} experts")
+    if moe.group_score == "top2" and moe.num_experts < 2 * moe.num_groups:
+        config.fail("n_group", "leaves groups with one expert, which are ranked by their best two")
     if moe.num_chosen_groups > moe.num_groups:
         config.fail("topk_group", f"exceeds the {moe.num_groups} groups")
     if moe.experts_per_token > moe.num_experts // moe.num_groups * moe.num_chosen_groups:

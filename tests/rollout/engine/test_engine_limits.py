@@ -222,13 +222,21 @@ def test_the_platform_of_vllm_refuses_sparse_attention_on_cpu() -> None:
     assert "use_sparse" in text and "NotImplementedError" in text
 
 
+DELTA_HEADS = {"linear_key_head_dim": 32, "linear_value_head_dim": 64}
+
+
 def test_delta_networks_in_another_type_than_bfloat16_are_refused_on_cpu(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(FAMILIES["qwen3.5"].config))
+    config = {**FAMILIES["qwen3.5"].config, **DELTA_HEADS}
+    (tmp_path / "config.json").write_text(json.dumps(config))
     settings = EngineSettings(tmp_path)
     assert_mentions(refusal(settings), "model.dtype=float32", "gated delta", "bfloat16")
     settings = replace(settings, dtype="bfloat16")
     assert refusal(settings, prefix_cache=False) == refusal(settings, "cuda") == ""
     assert_mentions(refusal(settings), "rollout.engine.prefix_cache=true", "cpu", "false")
+    (tmp_path / "config.json").write_text(json.dumps({**config, "linear_value_head_dim": 48}))
+    message = refusal(settings, prefix_cache=False)
+    assert_mentions(message, "linear_value_head_dim=48", "cpu", "multiples of 32")
+    assert refusal(settings, "cuda") == ""
 
 
 def test_vllm_caches_states_only_with_prompts_in_several_steps() -> None:
