@@ -390,6 +390,7 @@ def test_rules_name_exactly_the_tensors_of_a_published_index() -> None:
             {"first_k_dense_replace": None, "mlp_layer_types": ["dense", *["sparse"] * 3]},
             ("mlp_layer_types", "first_k_dense_replace=3"),
         ),
+        ("glm 4.7 flash", {"head_dim": 40}, ("head_dim=40", "16")),
         ("glm 4.7 flash", {"first_k_dense_replace": 2}, ("mlp_layer_types", "replace=2")),
         ("hunyuan 3", {"first_k_dense_replace": 2}, ("first_k_dense_replace=2", "transformers")),
         ("minimax m2", {"rotary_dim": 34}, ("rotary_dim=34", "32 channels")),

@@ -16,6 +16,7 @@ ARCHITECTURES = ("Glm4MoeLiteForCausalLM",)
 
 def shape(config: HfConfig) -> Shape:
     config.refuse("rope_interleave", True)
+    config.refuse("head_dim", config.count("qk_rope_head_dim"))  # one key of its config class
     moe = sigmoid_moe(
         config, num_experts=64, experts_per_token=4, ffn_hidden_size=1536, scaling_factor=1.8
     )
