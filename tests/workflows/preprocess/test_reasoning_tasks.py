@@ -18,6 +18,7 @@ from msrl import reasoning_tasks
 from msrl.config.schema import Config
 from msrl.data.dataset import PromptDataset
 from msrl.data.files.location import mistake, names_rows
+from msrl.data.tasks import reasoning_gym as tasks
 from msrl.data.tasks._rows import open_rows
 from msrl.errors import MsrlError
 from msrl.reasoning_tasks import decode, encode
@@ -28,7 +29,8 @@ from msrl.rewards.verifiers import reasoning_gym as verifier
 from msrl.types import Completion, Prompt, RolloutGroup
 from msrl.workflows import preprocess
 from support import assert_mentions, mentions
-from tiny_qwen2 import make_tokenizer
+from test_train_from_rows import plan, prefix_of
+from tiny_qwen2 import make_tokenizer, save_model
 
 # An input of each package of tasks, and how its first question begins.
 TASKS = {
@@ -186,6 +188,22 @@ def test_tasks_are_mixed_and_scored_in_killable_processes(
     assert [row[0] for row in totals] == [1.0, 1.0, 1.0]
     assert max(score for row in totals for score in row[1:]) <= 0.01
     assert totals[2][3] == 0.0 and not (tmp_path / "run").exists()
+
+
+@pytest.mark.slow
+def test_a_training_generates_the_rows_of_a_task_once_for_a_version_of_the_package(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, package: Any
+) -> None:
+    monkeypatch.setenv("MSRL_DATA_CACHE", str(tmp_path / "cache"))
+    save_model(tmp_path / "model", tied=True, positions=128)
+    run = plan(tmp_path / "model", "reasoning_gym:chain_sum?size=2", "train-grpo")
+    prefix = prefix_of(run)
+    assert [prompt.extra["tag"] for prompt in PromptDataset(prefix)] == ["chain_sum"] * 2
+    with monkeypatch.context() as patch:
+        patch.setattr(preprocess, "write", None)
+        assert prefix_of(run) == prefix
+    monkeypatch.setattr(tasks, "package_version", lambda: "0.1.0")
+    assert prefix_of(run) != prefix
 
 
 def own_score(dataset: Any, claimed: str, entry: dict[str, Any]) -> float:
