@@ -110,18 +110,24 @@ def weights(name: str, seed: int = 0) -> dict[str, Any]:
     return {key: 0.6 * tensor if tensor.ndim > 1 else tensor for key, tensor in tensors.items()}
 
 
-def save_model(folder: Path, name: str, seed: int = 0) -> Path:
-    """Save a model with its tokenizer and the settings of its image processor."""
+def save_model(folder: Path, name: str, seed: int = 0, template: str | None = None) -> Path:
+    """Save a model with its tokenizer, chat template and the settings of its image processor."""
     values = config(name)
     folder.mkdir(exist_ok=True)
     (folder / "config.json").write_text(json.dumps(values))
     save_file(weights(name, seed), folder / "model.safetensors", metadata={"format": "pt"})
     is_tiled = name == "internvl"
-    make_tokenizer(more=TILE_TOKENS if is_tiled else VISION_TOKENS).save_pretrained(folder)
+    tokenizer = make_tokenizer(more=TILE_TOKENS if is_tiled else VISION_TOKENS)
+    tokenizer.chat_template = template or tokenizer.chat_template
+    tokenizer.save_pretrained(folder)
     if not is_tiled:
         settings = processor(values["vision_config"]["patch_size"])
     else:
-        settings = tiled_processor(values["vision_config"]["image_size"][0])
+        tile, patch = (values["vision_config"][key][0] for key in ("image_size", "patch_size"))
+        settings = tiled_processor(tile)
+        # Read by transformers' processor, which a server of vLLM uses
+        count = {"image_seq_length": (tile // patch) ** 2 // 4}
+        (folder / "processor_config.json").write_text(json.dumps(count))
         file = folder / "tokenizer_config.json"
         named = json.loads(file.read_text()) | {"extra_special_tokens": _TILE_NAMES}
         file.write_text(json.dumps(named))

@@ -38,8 +38,11 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
     `text` are prompts without images.
     """
-    folder = tmp_path_factory.mktemp("grpo")
-    model = vision_models.save_model(folder / "model", "qwen2.5-vl")
+    return _make_inputs(tmp_path_factory.mktemp("grpo"), "qwen2.5-vl")
+
+
+def _make_inputs(folder: Path, name: str) -> Path:
+    model = vision_models.save_model(folder / "model", name)
     rows: list[dict[str, Any]] = []
     for number in range(8):
         data = base64.b64encode(encoded(picture(84, 56 + 28 * number, number))).decode()
@@ -95,6 +98,15 @@ def test_engine_and_ranks_agree_on_pictures_before_and_after_an_update(inputs: P
     assert first["rollout/logprob_gap"] < 1e-5 and second["rollout/logprob_gap"] < 1e-5
     rows = [json.loads(line) for line in (run / "eval/step_000002.jsonl").open()]
     assert [len(row.get("images", ())) for row in rows] == [0, 1] * 4
+
+
+@pytest.mark.slow
+@pytest.mark.full
+@pytest.mark.parametrize("name", ["internvl", "qwen3-vl moe"])
+def test_engine_and_ranks_agree_on_pictures_of_other_models(name: str, tmp_path: Path) -> None:
+    inputs = _make_inputs(tmp_path, name)
+    first, second = metrics(run_training(inputs, _settings(inputs)))
+    assert first["rollout/logprob_gap"] < 1e-5 and second["rollout/logprob_gap"] < 1e-5
 
 
 def _killable(inputs: Path, name: str) -> dict[str, Any]:

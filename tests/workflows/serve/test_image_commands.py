@@ -30,7 +30,6 @@ from msrl.workflows.serve.chat import ChatPrompts, converse
 from msrl.workflows.serve.images import ImagePrompts
 from served_commands import Server
 from support import mentions
-from tiny_qwen2 import make_tokenizer
 from vision_folders import encoded, picture
 
 pytestmark = pytest.mark.slow
@@ -38,14 +37,14 @@ QUESTION, NUM_TOKENS = "cat?", 8
 GREEDY = SamplingParams(max_tokens=NUM_TOKENS, temperature=0.0, stop_token_ids=(2,))
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+@pytest.fixture(
+    scope="module", params=["qwen2.5-vl", pytest.param("internvl", marks=pytest.mark.full)]
+)
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a folder with a model, whose template renders images, an image, and two prompts."""
-    folder = tmp_path_factory.mktemp("images")
-    model = vision_models.save_model(folder / "model", "qwen2.5-vl")
-    tokenizer = make_tokenizer(more=vision_models.VISION_TOKENS)
-    tokenizer.chat_template = vision_folders.TEMPLATE
-    tokenizer.save_pretrained(model)
+    folder, is_tiled = tmp_path_factory.mktemp("images"), request.param == "internvl"
+    template = vision_folders.TILED_TEMPLATE if is_tiled else vision_folders.TEMPLATE
+    model = vision_models.save_model(folder / "model", request.param, template=template)
     (folder / "cat.png").write_bytes(encoded(picture(112, 84)))
     rows = [
         {"instruction": f"<image>{QUESTION}", "images": ["cat.png"], "output": "a"},
