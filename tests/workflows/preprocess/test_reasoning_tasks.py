@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import inspect
 import json
+import os
 import random
 import re
+import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -31,6 +33,7 @@ from msrl.workflows import preprocess
 from support import assert_mentions, mentions
 from test_train_from_rows import plan, prefix_of
 from tiny_qwen2 import make_tokenizer, save_model
+from training_runs import children
 
 # An input of each package of tasks, and how its first question begins.
 TASKS = {
@@ -204,6 +207,35 @@ def test_a_training_generates_the_rows_of_a_task_once_for_a_version_of_the_packa
         assert prefix_of(run) == prefix
     monkeypatch.setattr(tasks, "package_version", lambda: "0.1.0")
     assert prefix_of(run) != prefix
+
+
+@pytest.mark.slow
+def test_a_row_that_cannot_be_generated_is_a_bad_row(
+    tokenizer: str, tmp_path: Path, package: Any
+) -> None:
+    impossible = "min_numbers=2&max_numbers=2&min_target=99990&max_target=99999"
+    name = f"reasoning_gym:countdown?size=2&{impossible}"
+    inputs = (name, "reasoning_gym:chain_sum?size=1")
+    prefix = str(tmp_path / "data")
+    with pytest.raises(MsrlError, match=mentions(f"{name}: row 1", "generated")) as error:
+        preprocess.run(settings(tokenizer, *inputs, output_prefix=prefix))
+    assert "\n" not in str(error.value) and not list(tmp_path.iterdir())
+    dropped = settings(tokenizer, *inputs, output_prefix=prefix, on_bad_row="drop")
+    manifest = preprocess.run(dropped)
+    assert manifest is not None and manifest.num_examples == 1
+    assert list(manifest.dropped.values()) == [2]
+
+
+@pytest.mark.slow
+def test_the_end_of_the_generating_process_is_one_message(package: Any) -> None:
+    name = "reasoning_gym:chain_sum?size=1000000"
+    generated = open_rows(name).generate()
+    next(generated)
+    (pid,) = (pid for pid, line in children(os.getpid()).items() if "data.tasks._worker" in line)
+    os.kill(pid, signal.SIGKILL)
+    with pytest.raises(MsrlError, match=mentions(name, "ended after row", "-9")) as error:
+        list(generated)
+    assert "\n" not in str(error.value)
 
 
 def own_score(dataset: Any, claimed: str, entry: dict[str, Any]) -> float:
