@@ -81,6 +81,7 @@ from msrl.types import Conversation, Message
 from msrl.vision.pixels import check_image, decode_image, image_size, load_decoders
 from msrl.vision.settings import read_vision_settings
 from msrl.workflows.report import run as write_report
+from msrl.workflows.rl.replay.responses import FIELDS, ResponseFile
 from msrl.workflows.view.build import write_folder
 from tiny_qwen2 import CHATML, make_tokenizer
 from view_runs import make_run
@@ -456,6 +457,23 @@ def rows_with_tool_calls(folder: Path, change: Any) -> None:
     with suppress(MsrlError):
         RENDERER.prompts([conversation])
     RENDERER.examples([conversation])
+
+
+RESPONSE_VALUES = st.one_of(
+    JSON, TURN_VALUES, st.lists(TURN, max_size=2), st.lists(SIZES, max_size=3)
+)
+
+
+@target(st.tuples(st.dictionaries(st.sampled_from(FIELDS), RESPONSE_VALUES), EDITS))
+def responses_of_others(folder: Path, change: Any) -> None:
+    """Read rows of responses, of which one has any values, and damaged bytes of them."""
+    values, edits = change
+    row = {"prompt_ids": [1], "response_ids": [2], "reward": 1.0}
+    text = json.dumps(row) + "\n" + json.dumps(row | values) + "\n"
+    for data in (text.encode(), edit(text.encode(), edits)):
+        (folder / "rows.jsonl").write_bytes(data)
+        with suppress(MsrlError):
+            ResponseFile(folder / "rows.jsonl", lambda: RENDERER, 300, needs_rewards=True)
 
 
 PICTURE_FORMS = ("PNG", "JPEG", "WEBP", "BMP", "GIF")

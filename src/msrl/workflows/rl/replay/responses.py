@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import json
-import math
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
@@ -35,10 +35,12 @@ from msrl.workflows.rl.replay.recording import RecordedStep, RecordFacts, Record
 
 _PROMPTS = ("prompt", "messages", "prompt_ids")
 _RESPONSES = ("response", "response_ids")
-_FIELDS = (
+FIELDS = (
     *(*_PROMPTS, *_RESPONSES, "logprobs", "reward", "group"),
     *("finish_reason", "answer", "tag", "extra"),
 )
+_LARGEST = sys.float_info.max
+_LEAST = -1e30  # log-probability, which float32 can hold
 _ROLES = ("system", "user", "assistant", "tool")
 
 
@@ -148,8 +150,8 @@ class _Reader:
             raise MsrlError("must be a JSON object with a prompt and a response.")
         values = cast("dict[str, Any]", row)
         for name in values:
-            if name not in _FIELDS:
-                raise MsrlError(f"{name}: unknown field; {nearest(name, _FIELDS)}")
+            if name not in FIELDS:
+                raise MsrlError(f"{name}: unknown field; {nearest(name, FIELDS)}")
         prompt = _one_of(values, _PROMPTS)
         response = _one_of(values, _RESPONSES)
         finish_reason = values.get("finish_reason", "stop")
@@ -233,9 +235,12 @@ def _rows(path: Path, reader: _Reader) -> Iterator[Response]:
 
 def _json(line: bytes) -> Any:
     try:
-        return loads(line.decode("utf-8"))
-    except UnicodeDecodeError:
-        raise MsrlError("is not UTF-8 text. Convert the file.") from None
+        value = loads(line.decode("utf-8"))
+        if b"\\u" in line:  # which may write half of a character
+            json.dumps(value, ensure_ascii=False).encode()
+        return value
+    except UnicodeError:
+        raise MsrlError("is not UTF-8 text, or has half of a character. Correct it.") from None
     except json.JSONDecodeError as error:
         raise MsrlError(f"not JSON at character {error.pos + 1}: {error.msg}.") from None
     except (ValueError, RecursionError) as error:
@@ -275,7 +280,7 @@ def _logprobs(values: Mapping[str, Any], count: int) -> Floats | None:
             "remove the log-probabilities."
         )
     numbers = cast("list[Any]", logprobs) if isinstance(logprobs, list) else []
-    if len(numbers) != count or not all(_is_number(n) and n <= 0 for n in numbers):
+    if len(numbers) != count or not all(_is_number(n) and _LEAST <= n <= 0 for n in numbers):
         raise MsrlError(
             f"logprobs: must be a list of {count} numbers of at most 0, one per response token."
         )
@@ -283,7 +288,7 @@ def _logprobs(values: Mapping[str, Any], count: int) -> Floats | None:
 
 
 def _is_number(value: Any) -> bool:
-    return type(value) in (int, float) and math.isfinite(value)
+    return type(value) in (int, float) and abs(value) <= _LARGEST
 
 
 def _group(value: Any) -> str | int | None:
