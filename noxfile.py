@@ -31,7 +31,7 @@ TRACKERS = ("clearml", "mlflow", "swanlab", "trackio", "wandb")  # TensorBoard i
 TRACKER_TESTS = ("tests/registry/test_extension_points.py", "tests/tracking")
 TASKS = {
     "reasoning": ("tests/workflows/preprocess/test_reasoning_tasks.py",),
-    "textarena": ("tests/environments/test_environments.py", "-k", "textarena"),
+    "textarena": ("tests/environments/test_environments.py", "-k", "textarena or word_list"),
 }
 PLAYWRIGHT = "playwright==1.65.2"
 AXE_URL = "https://registry.npmjs.org/axe-core/-/axe-core-4.10.3.tgz"

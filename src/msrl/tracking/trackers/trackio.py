@@ -3,7 +3,7 @@
 Without a destination, all data stays on the machine: a SQLite file per project in
 `<run>/trackio`, in the folder of the option `dir`, or in TRACKIO_DIR. `trackio show` with the same
 TRACKIO_DIR shows it. `space` (TRACKIO_SPACE_ID) is a Space on the Hugging Face Hub, and `server`
-(TRACKIO_SERVER_URL) the address of an own server.
+(TRACKIO_SERVER_URL) the address of a Trackio server.
 
 Trackio cannot remove logged steps. An attempt that resumes from a checkpoint therefore creates a
 new run with the step in its name.
