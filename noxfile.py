@@ -204,6 +204,24 @@ def tasks(session: nox.Session) -> None:
 
 
 @nox.session
+def benchmarks(session: nox.Session) -> None:
+    """Test the suites of `msrl eval` in their own environment: `-- [PYTEST-OPTION...]`."""
+    install(session, "cpu,dev")
+    folder = ROOT / ".nox" / "benchmarks"
+    install_extra(session, "benchmarks", folder)
+    command = (
+        "-m",
+        "pytest",
+        "-n",
+        "0",
+        "-rs",
+        "tests/workflows/evaluate/test_published_benchmarks.py",
+    )
+    python = str(folder / "bin" / "python")
+    session.run(python, *command, *session.posargs, env=OFFLINE | ONE_THREAD)
+
+
+@nox.session
 def lint(session: nox.Session) -> None:
     """Check rules and formatting with ruff."""
     install(session, "lint")

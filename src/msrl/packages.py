@@ -15,7 +15,10 @@ EXTRAS = {
         "trackio",
         "wandb",
     )
-} | {"reasoning_gym": "reasoning"}
+} | {
+    "reasoning_gym": "reasoning",
+    **dict.fromkeys(("evaluate", "immutabledict", "langdetect", "lm_eval", "nltk"), "benchmarks"),
+}
 PLATFORM_MODULES = frozenset(
     {
         "datasets", "gguf", "google_crc32c", "huggingface_hub", "isal", "jinja2", "megatron",

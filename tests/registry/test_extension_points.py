@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+import benchmark_rows
 import families
 import golden
 import mixture_families
@@ -89,6 +90,11 @@ KINDS = {
         plugins(registry.ENVIRONMENTS),
         scripted_episodes.ENVIRONMENTS,
         "ENVIRONMENTS in tests/helpers/scripted_episodes.py",
+    ),
+    "benchmark": Kind(
+        plugins(registry.BENCHMARKS),
+        benchmark_rows.ROWS,
+        "ROWS in tests/workflows/evaluate/benchmark_rows.py",
     ),
     "tool format": Kind(
         plugins(registry.TOOL_FORMATS),

@@ -28,7 +28,11 @@ _SECTIONS = {
     "train-distill": (*_ROLLOUTS, "algo.aggregate", "algo.distill"),
     "generate": ("environment", "generate"),
     "chat": ("chat",),
-    "eval": ("environment", "eval.right_from", "eval.sampling", "eval.source"),
+    "eval": (
+        *("environment", "eval.right_from", "eval.sampling", "eval.source"),
+        *("evaluate.benchmark_data", "evaluate.num_fewshot"),
+        *("evaluate.chat_template", "evaluate.enable_thinking"),
+    ),
 }
 
 

@@ -35,8 +35,31 @@ def check_evaluate(resolved: Resolved) -> Iterator[str]:
     if output.exists() and not output.is_dir():
         yield resolved.mistake("evaluate.output", "is not a folder. Choose another name.")
     yield from check_temperature(resolved, "eval.sampling.temperature")
+    if resolved.config.evaluate.benchmarks:
+        yield from _benchmarks(resolved)
+        return
     yield from check_eval_sampling(resolved)
     yield from check_eval_source(resolved)
+
+
+def _benchmarks(resolved: Resolved) -> Iterator[str]:
+    """Check the settings of an evaluation on benchmarks."""
+    config = resolved.config
+    if config.data.eval is not None and resolved.origins["data.eval"].name == "--data":
+        yield resolved.mistake(
+            "data.eval", "benchmarks have their own rows. Remove it, or evaluate.benchmarks."
+        )
+    data = config.evaluate.benchmark_data
+    if data is not None and not Path(data).is_dir():
+        yield resolved.mistake("evaluate.benchmark_data", f"folder not found{path_hint(data)}")
+    if config.eval.samples_per_prompt > 1:
+        yield resolved.mistake(
+            "eval.samples_per_prompt", "a benchmark takes one answer to each question. Set it to 1."
+        )
+    if config.eval.sampling.stop is not None:
+        yield resolved.mistake(
+            "eval.sampling.stop", "the texts that end an answer are those of the suite. Remove it."
+        )
 
 
 def _model(resolved: Resolved, key: str, path: str) -> Iterator[str]:
@@ -63,10 +86,13 @@ def _run_hint(resolved: Resolved) -> str:
 
 def check_evaluation_prompts(resolved: Resolved, plan: RunPlan) -> Iterator[str]:
     """Check that data.eval has prompts, or rows to preprocess."""
+    if resolved.config.evaluate.benchmarks:
+        return
     name = resolved.config.data.eval
     if name is None:
         yield (
-            "data.eval: missing. Use --data PREFIX, held-out prompts of `msrl preprocess`, or rows."
+            "data.eval: missing. Use --data with held-out prompts of `msrl preprocess` or rows, or "
+            "--benchmark NAME."
             f"{_run_hint(resolved)}"
         )
         return
@@ -84,6 +110,8 @@ def check_evaluation_prompts(resolved: Resolved, plan: RunPlan) -> Iterator[str]
 
 def check_evaluation_sources(resolved: Resolved, plan: RunPlan) -> Iterator[str]:
     """Check the reward sources. Reward models on training ranks cannot score here."""
+    if resolved.config.evaluate.benchmarks:
+        return
     yield from check_sources(resolved, plan, f".{_run_hint(resolved)}")
     for number, section in enumerate(resolved.config.reward.sources):
         if runs_on_ranks(section.model, section.engine):

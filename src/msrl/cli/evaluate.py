@@ -14,6 +14,7 @@ EXAMPLES = examples(
     "msrl eval -c runs/grpo/config.yaml runs/grpo",
     "msrl eval -c grpo.yaml model runs/grpo/checkpoints --data data/test \\",
     "    --num-samples 8 --temperature 1 --output evaluation/test",
+    "msrl eval model --benchmark gsm8k,mmlu --benchmark-data suites --limit 100",
 )
 
 
@@ -25,6 +26,16 @@ def evaluate(
         typer.Argument(metavar="MODEL...", help="The same as --model.", show_default=False),
     ] = None,
 ) -> None:
-    """Score responses of checkpoints to held-out prompts with the rewards of training."""
+    """Score responses of checkpoints to held-out prompts or published benchmarks."""
     name_models(ctx, "evaluate.models", *(more_models or []))
+    _split_names(ctx)
     execute(ctx, "eval")
+
+
+def _split_names(ctx: typer.Context) -> None:
+    """Take the names of `--benchmark a,b` apart."""
+    for parameter in ctx.command.params:
+        if getattr(parameter, "key", None) == "evaluate.benchmarks" and parameter.name:
+            words: list[str] = ctx.params.get(parameter.name) or []
+            names = [name.strip() for word in words for name in word.split(",")]
+            ctx.params[parameter.name] = list(dict.fromkeys(name for name in names if name))

@@ -208,6 +208,10 @@ NEEDS: dict[str, tuple[Needs | NeedsPlugin, ...]] = {
     "eval.sampling": (_EVALUATIONS,),
     "eval.source": (_EVALUATIONS, _SCORES),
     **{
+        f"evaluate.{name}": (Needs(("evaluate.benchmarks",)),)
+        for name in ("benchmark_data", "num_fewshot", "chat_template", "enable_thinking")
+    },
+    **{
         f"{section}.{name}": (Needs((f"{section}.temperature",), why="which is greedy"),)
         for section in ("eval.sampling", "generate", "chat")
         for name in ("top_p", "top_k", "min_p")

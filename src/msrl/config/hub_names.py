@@ -156,7 +156,7 @@ def _datasets(config: Config, command: str) -> Iterator[HubValue]:
     elif command.startswith("train-"):
         texts = {"data.train": config.data.train, "data.eval": config.data.eval}
         texts |= {f"{_BLEND}{name}": name for name in config.data.blend}
-    elif command == "eval":
+    elif command == "eval" and not config.evaluate.benchmarks:
         texts = {"data.eval": config.data.eval}
     for key, text in texts.items():
         repository, _, pattern = (text or "").partition(":")

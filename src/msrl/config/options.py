@@ -254,8 +254,13 @@ OPTIONS = (
     *_panel(
         "Prompts",
         ("eval",),
-        _option("data.eval", name="--data", metavar="DATA", is_required=True),
-        _option("eval.prompts"),
+        _option("data.eval", name="--data", metavar="DATA"),
+        _option("evaluate.benchmarks", name="--benchmark", metavar="NAME,..."),
+        _option("evaluate.benchmark_data", metavar="DIR"),
+        _option("evaluate.num_fewshot"),
+        _option("evaluate.chat_template"),
+        _option("evaluate.enable_thinking"),
+        _option("eval.prompts", "--limit"),
     ),
     *_panel(
         "Output",

@@ -150,7 +150,7 @@ class RunPlan:
     @property
     def reads_data(self) -> bool:
         """True if the command reads the data of the section `data`."""
-        return self.is_training or self.command == "eval"
+        return self.is_training or (self.command == "eval" and not self.config.evaluate.benchmarks)
 
     @property
     def has_rollouts(self) -> bool:

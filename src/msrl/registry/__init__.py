@@ -22,6 +22,7 @@ from msrl.registry import own
 # Packages of plugins. `names` lists their files without an import, so that the schema of the
 # configuration can offer the plugins of packages above it as choices.
 ADVANTAGES = "msrl.algorithms.advantages"
+BENCHMARKS = "msrl.workflows.evaluate.benchmarks"
 DIVERGENCES = "msrl.algorithms.divergences"
 ENVIRONMENTS = "msrl.environments.builtin"
 FAMILIES = "msrl.models.families"

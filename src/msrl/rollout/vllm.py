@@ -277,6 +277,39 @@ class VllmEngine:
     def score(
         self, token_ids: Sequence[Ints], images: Sequence[tuple[PlacedImage, ...]] = ()
     ) -> tuple[Floats, ...]:
+        outputs = self._score(token_ids, images)
+        return tuple(
+            _logprobs(ids[1:], output.prompt_logprobs)
+            for ids, output in zip(token_ids, outputs, strict=True)
+        )
+
+    def score_ranked(
+        self,
+        token_ids: Sequence[Ints],
+        *,
+        on_finished: Callable[[int], object] | None = None,
+    ) -> tuple[tuple[Floats, Ints], ...]:
+        """Return the log-probability and the rank of each token after the first, [T - 1] each.
+
+        Rank 1 is the likeliest token. Sequences are reported as they finish.
+        """
+        bar = on_finished is not None and progress_class(on_finished)
+        outputs = self._score(token_ids, (), bar)
+        return tuple(
+            (
+                _logprobs(ids[1:], output.prompt_logprobs),
+                np.asarray(output.prompt_logprobs.ranks, dtype=np.int64),
+            )
+            for ids, output in zip(token_ids, outputs, strict=True)
+        )
+
+    def _score(
+        self,
+        token_ids: Sequence[Ints],
+        images: Sequence[tuple[PlacedImage, ...]],
+        bar: Any = False,
+    ) -> list[Any]:
+        """Return vLLM's outputs with the log-probabilities of prompts, as `_run`."""
         import vllm
 
         self._memory.check_ready()
@@ -294,11 +327,7 @@ class VllmEngine:
             flat_logprobs=True,
             detokenize=False,
         )
-        outputs = self._run(inputs, [params] * len(inputs))
-        return tuple(
-            _logprobs(ids[1:], output.prompt_logprobs)
-            for ids, output in zip(token_ids, outputs, strict=True)
-        )
+        return self._run(inputs, [params] * len(inputs), bar)
 
     def load_weights(
         self, tensors: Iterable[tuple[str, Tensor]], *, verify: bool = False

@@ -177,6 +177,10 @@ def _serve(config: Config) -> str:
 
 
 def _eval(config: Config) -> str:
+    if config.evaluate.benchmarks:
+        from msrl.workflows.evaluate import benchmark_run
+
+        return benchmark_run.summary(benchmark_run.prepare(config))
     from msrl.workflows.evaluate.run import prepare, summary
 
     return summary(prepare(config))

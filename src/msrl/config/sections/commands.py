@@ -14,6 +14,7 @@ from msrl.config.sections.base import (
     Day,
     Dtype,
     NonNegative,
+    OneOf,
     Section,
     Size,
     Text,
@@ -21,6 +22,8 @@ from msrl.config.sections.base import (
 from msrl.config.sections.rollout import SamplingConfig
 from msrl.config.sections.train import LayoutConfig
 from msrl.config.templates import template_names
+
+Benchmark = Annotated[str, OneOf(registry.names(registry.BENCHMARKS))]
 
 
 class ConvertConfig(LayoutConfig):
@@ -380,6 +383,31 @@ class EvaluateConfig(Section):
         default=(),
         description="Checkpoints to evaluate: Hugging Face folders, mcore checkpoints, LoRA "
         "adapters, and run folders, of which all checkpoints are evaluated.",
+    )
+    benchmarks: tuple[Benchmark, ...] = Field(
+        default=(),
+        description="Published suites to evaluate on, in place of data.eval, reward.sources and "
+        "environment. Needs the extra benchmarks (lm-evaluation-harness).",
+    )
+    benchmark_data: Text | None = Field(
+        default=None,
+        description="Folder with the rows of the benchmarks: NAME/SPLIT.jsonl, or "
+        "NAME/SUBJECT/SPLIT.jsonl. Default: the datasets of the Hugging Face hub.",
+    )
+    num_fewshot: Size | None = Field(
+        default=None,
+        description="Number of solved examples before each question. Default: that of the suite.",
+    )
+    chat_template: Bool | None = Field(
+        default=None,
+        description="Ask the questions through the chat template of the model, with the examples "
+        "as earlier turns. Default: true for generated answers of models that have a chat "
+        "template, false for suites that compare likelihoods.",
+    )
+    enable_thinking: Bool | None = Field(
+        default=None,
+        description="Thinking mode of the chat template, if it has one. "
+        "Default: that of the template.",
     )
     output: Text = Field(
         default="evaluation",

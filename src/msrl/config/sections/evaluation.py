@@ -43,7 +43,8 @@ class EvalConfig(Section):
     )
     prompts: Count | None = Field(
         default=None,
-        description="Number of rows of data.eval to use, from its start. Default: all rows.",
+        description="Number of rows of data.eval to use, from its start, or of each subject of a "
+        "benchmark. Default: all rows.",
     )
     patience: Count | None = Field(
         default=None,
@@ -56,7 +57,7 @@ class EvalConfig(Section):
     max_response_tokens: Count | None = Field(
         default=None,
         description="Maximum response length in tokens (train-grpo and eval). "
-        "Default: rollout.max_response_tokens.",
+        "Default: rollout.max_response_tokens, or the limit of a benchmark.",
     )
     sampling: EvalSamplingConfig = Field(
         default=EvalSamplingConfig(),

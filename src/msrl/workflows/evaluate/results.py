@@ -4,15 +4,17 @@
     <output>/samples/<label>.jsonl     one line per response
     <output>/curve.png                 accuracies over checkpoints, if there are at least two
 
-Every file appears atomically. A checkpoint is finished once results.json has it.
+Every file appears atomically. A checkpoint is finished once results.json has it. Each benchmark of
+a checkpoint has a result and a file of samples.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Generator, Iterable, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,7 @@ from pydantic import TypeAdapter
 
 from msrl.errors import MALFORMED, MsrlError
 from msrl.files import read_text_within, why_not_writable, write_text
+from msrl.limits import print_note, printable
 from msrl.tracking.curves import Point, plot_curves
 from msrl.tracking.tables import table_lines
 
@@ -37,9 +40,31 @@ _MEANS = {
 }
 
 
+_BENCHMARK = "benchmark "  # begins the settings that belong to the results of one benchmark
+
+
+@dataclass(frozen=True, slots=True)
+class BenchmarkRecord:
+    """Benchmark of a result.
+
+    Attributes:
+        name: Name of the benchmark.
+        harness: Version of lm-evaluation-harness.
+        tasks: Versions of its tasks and groups.
+        num_fewshot: Number of examples before each question.
+        chat_template: True if the questions went through the chat template.
+    """
+
+    name: str
+    harness: str
+    tasks: Mapping[str, str]
+    num_fewshot: int
+    chat_template: bool
+
+
 @dataclass(frozen=True, slots=True)
 class Result:
-    """Result of one checkpoint.
+    """Result of one checkpoint, or of one benchmark of a checkpoint.
 
     Attributes:
         label: Name of the checkpoint.
@@ -54,6 +79,7 @@ class Result:
         seconds: Duration of sampling and scoring.
         samples: File of the responses, relative to the output folder.
         notes: Failures of reward sources.
+        benchmark: Benchmark of the result; None for held-out prompts.
     """
 
     label: str
@@ -68,6 +94,12 @@ class Result:
     seconds: float
     samples: str
     notes: tuple[str, ...] = ()
+    benchmark: BenchmarkRecord | None = None
+
+    @property
+    def key(self) -> tuple[str, str]:
+        """Label, and the name of the benchmark."""
+        return self.label, "" if self.benchmark is None else self.benchmark.name
 
 
 class ResultFolder:
@@ -85,16 +117,16 @@ class ResultFolder:
                 f"evaluate.output={folder}: cannot be written ({reason}). Choose another folder."
             )
         self.folder, self._settings, self._overwrite = folder, dict(settings), overwrite
-        self._results = {result.label: result for result in self._read()}
+        self._results = {result.key: result for result in self._read()}
 
     @property
     def results(self) -> list[Result]:
         """All results, by series and step."""
         return sorted(self._results.values(), key=lambda result: (result.series, result.step or 0))
 
-    def is_finished(self, label: str, digest: str) -> bool:
-        """Return True if the checkpoint needs no evaluation."""
-        result = self._results.get(label)
+    def is_finished(self, label: str, digest: str, benchmark: str = "") -> bool:
+        """Return True if the checkpoint needs no evaluation, or none on a benchmark."""
+        result = self._results.get((label, benchmark))
         return not self._overwrite and result is not None and result.digest == digest
 
     def folders(self, digests: Mapping[str, str]) -> dict[str, Path]:
@@ -110,10 +142,12 @@ class ResultFolder:
             entry.series: Path(entry.path) for entry in self.results if entry.series not in moved
         }
 
-    def samples_file(self, label: str) -> str:
-        """Return the file of the responses of a checkpoint, which no other label has."""
-        used = {entry.samples.casefold() for entry in self.results if entry.label != label}
-        stem, number = re.sub(r"[^\w.-]+", "_", label), 1
+    def samples_file(self, label: str, benchmark: str = "") -> str:
+        """Return the file of the responses of a checkpoint, which no other result has."""
+        key = label, benchmark
+        used = {entry.samples.casefold() for entry in self.results if entry.key != key}
+        name = f"{label} {benchmark}" if benchmark else label
+        stem, number = re.sub(r"[^\w.-]+", "_", name), 1
         path = f"{SAMPLES}/{stem}.jsonl"
         while path.casefold() in used:
             number += 1
@@ -125,7 +159,7 @@ class ResultFolder:
         path = self.folder / result.samples
         path.parent.mkdir(parents=True, exist_ok=True)
         write_text(path, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
-        self._results[result.label] = result
+        self._results[result.key] = result
         content = {
             "format": _FORMAT,
             "settings": self._settings,
@@ -138,7 +172,7 @@ class ResultFolder:
         """Plot the accuracies if there are at least two checkpoints; return the file."""
         points = [
             Point(entry.series, entry.label, entry.step, entry.metrics, entry.intervals)
-            for entry in self.results
+            for entry in by_checkpoint(self.results)
         ]
         path = self.folder / CURVE
         return path if len(points) > 1 and plot_curves(points, path) else None
@@ -157,7 +191,12 @@ class ResultFolder:
                 "remove the file."
             ) from error
         now: dict[str, Any] = json.loads(json.dumps(self._settings))
-        different = [key for key in {**before, **now} if before.get(key) != now.get(key)]
+        different = [
+            key
+            for key in {**before, **now}
+            if before.get(key) != now.get(key)
+            and not (key.startswith(_BENCHMARK) and (key not in before or key not in now))
+        ]
         if different and self._overwrite:
             return []
         if different:
@@ -166,15 +205,58 @@ class ResultFolder:
                 f"evaluate.output={self.folder}: has results with other settings ({changes}). "
                 "Choose another folder, or replace them with --overwrite."
             )
+        self._settings = {**before, **self._settings}
         return results
 
 
 _RESULT = TypeAdapter(Result)
 
 
+def benchmark_setting(name: str) -> str:
+    """Return the name of the settings that belong to the results of one benchmark."""
+    return f"{_BENCHMARK}{name}"
+
+
+def by_checkpoint(results: Iterable[Result]) -> list[Result]:
+    """Return one result for each checkpoint, with the values of all its benchmarks."""
+    merged: dict[str, Result] = {}
+    for result in results:
+        other = merged.setdefault(result.label, result)
+        merged[result.label] = replace(
+            other,
+            metrics={**other.metrics, **result.metrics},
+            intervals={**other.intervals, **result.intervals},
+        )
+    return list(merged.values())
+
+
+@contextmanager
+def reported(results: ResultFolder, finished: Sequence[str]) -> Generator[None, None, None]:
+    """Print what was finished before an evaluation, and how to continue an interrupted one."""
+    if finished:
+        print_note(f"Finished before, not evaluated again: {', '.join(finished)}")
+    try:
+        yield
+    except KeyboardInterrupt:
+        print_note(
+            f"Results of finished checkpoints are in {results.folder}. The same command "
+            "evaluates the others"
+        )
+        raise
+
+
+def show(results: ResultFolder) -> None:
+    """Print the results as a table, and plot them."""
+    print(printable("\n".join(result_table(results.results))))
+    curve = results.plot()
+    print_note(f"Saved results and samples to {results.folder}")
+    if curve is not None:
+        print_note(f"Saved the curve to {curve}")
+
+
 def result_table(results: Iterable[Result]) -> list[str]:
     """Return the results as lines of a table: accuracies with their intervals, and other means."""
-    entries = list(results)
+    entries = by_checkpoint(results)
     names = list(dict.fromkeys(name for entry in entries for name in entry.intervals))
     columns = [name for name in _MEANS if any(name in entry.metrics for entry in entries)]
     header = ["checkpoint", *names, *(_MEANS[name][0] for name in columns)]

@@ -9,10 +9,10 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -22,13 +22,11 @@ from msrl.algorithms.pass_at_k import depths, pass_at_k
 from msrl.config.schema import Config
 from msrl.config.secrets import recorded
 from msrl.data.manifest import read_manifest
-from msrl.data.tokenizer import TextTokenizer, open_tokenizer, vocab_hash
-from msrl.environments.pool import EnvironmentPool
+from msrl.data.tokenizer import TextTokenizer, open_tokenizer
 from msrl.errors import MsrlError
 from msrl.files import digest_of_ends
-from msrl.limits import print_note, printable
-from msrl.models.shape import Shape
-from msrl.plan.run_plan import RunPlan, resolve
+from msrl.limits import print_note
+from msrl.plan.run_plan import RunPlan
 from msrl.platforms.base import Platform
 from msrl.registry import own
 from msrl.rewards.score import Scorer, Scores, Source, check_functions
@@ -41,19 +39,11 @@ from msrl.workflows.engine import (
     check_engine,
     data_images,
     engine_settings,
-    hf_weights,
-    running_engine,
 )
 from msrl.workflows.episodes.setup import episode_settings, running_pool
-from msrl.workflows.evaluate.checkpoints import (
-    Checkpoint,
-    digest,
-    find_checkpoints,
-    model_folder,
-    open_checkpoint,
-    with_unique_labels,
-)
-from msrl.workflows.evaluate.results import Result, ResultFolder, result_table
+from msrl.workflows.evaluate.checkpoints import Checkpoint, find_checkpoints
+from msrl.workflows.evaluate.engines import EvaluatedModel, SharedEngine, labeled, model_plan
+from msrl.workflows.evaluate.results import Result, ResultFolder, reported, show
 from msrl.workflows.rl.evaluation import (
     eval_sampling,
     evaluation_metrics,
@@ -65,20 +55,7 @@ from msrl.workflows.scoring import make_judge, make_scorer
 from msrl.workflows.training.interrupts import EndAtOnce
 from msrl.workflows.training.resume_checks import weights_digest
 
-if TYPE_CHECKING:
-    from msrl.rollout.vllm import VllmEngine
-
 _BATCH = 512  # responses per engine call; between calls, progress is shown
-
-
-@dataclass(frozen=True, slots=True)
-class EvaluatedModel:
-    """A checkpoint with its plan and digest. `is_finished` if its results are there already."""
-
-    checkpoint: Checkpoint
-    plan: RunPlan
-    digest: str
-    is_finished: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +88,7 @@ def prepare(config: Config) -> EvaluationSetup:
         MsrlError: One of them is not valid.
     """
     checkpoints = find_checkpoints(config.evaluate.models)
-    plans = [_plan(config, checkpoint) for checkpoint in checkpoints]
+    plans = [model_plan(config, checkpoint) for checkpoint in checkpoints]
     refuse_images(plans[0])
     tokenizer = open_tokenizer(plans[0].tokenizer_dir)
     distinct = {plan.model.hf_dir: plan for plan in reversed(plans)}  # prints once per folder
@@ -131,23 +108,12 @@ def prepare(config: Config) -> EvaluationSetup:
         _settings(config, sampling),
         overwrite=config.evaluate.overwrite,
     )
-    models = _models(checkpoints, plans, results)
+    models = tuple(
+        EvaluatedModel(checkpoint, plan, code, results.is_finished(checkpoint.label, code))
+        for checkpoint, plan, code in labeled(checkpoints, plans, results)
+    )
     episodes = episode_settings(plans[0], prompts)
     return EvaluationSetup(config, models, prompts, sampling, tokenizer, results, episodes)
-
-
-def _models(
-    checkpoints: Sequence[Checkpoint], plans: Sequence[RunPlan], results: ResultFolder
-) -> tuple[EvaluatedModel, ...]:
-    """Return the checkpoints with labels that no results of other folders have."""
-    digests = [digest(checkpoint) for checkpoint in checkpoints]
-    labels = [checkpoint.label for checkpoint in checkpoints]
-    folders = results.folders(dict(zip(labels, digests, strict=True)))
-    named = with_unique_labels(checkpoints, folders)
-    return tuple(
-        EvaluatedModel(checkpoint, plan, code, results.is_finished(checkpoint.label, code))
-        for checkpoint, plan, code in zip(named, plans, digests, strict=True)
-    )
 
 
 def summary(setup: EvaluationSetup) -> str:
@@ -163,16 +129,6 @@ def summary(setup: EvaluationSetup) -> str:
 
 def _count_text(count: int, noun: str) -> str:
     return f"{count:,} {noun}{'' if count == 1 else 's'}"
-
-
-def _plan(config: Config, checkpoint: Checkpoint) -> RunPlan:
-    """Return a plan whose model is the checkpoint and whose only data are the held-out prompts."""
-    folder = str(model_folder(checkpoint))
-    data = config.data.model_copy(update={"train": config.data.eval, "blend": {}})
-    model = config.model.model_copy(update={"path": folder})
-    loading = config.checkpoint.model_copy(update={"load": None})
-    updates = {"data": data, "model": model, "checkpoint": loading}
-    return resolve(config.model_copy(update=updates), "eval")
 
 
 def _longest_prompt(config: Config, prompts: Sequence[Prompt]) -> int:
@@ -258,29 +214,24 @@ def _data_digest(prefix: str) -> str:
 def run(config: Config) -> None:
     """Evaluate the checkpoints of `config.evaluate` that are not finished, and print all results.
 
+    With benchmarks, evaluate on these.
+
     Raises:
         MsrlError: The inputs are not valid; they are checked before an engine starts.
         KeyboardInterrupt: A signal ended the evaluation. Finished checkpoints are saved.
     """
+    if config.evaluate.benchmarks:
+        from msrl.workflows.evaluate import benchmark_run
+
+        benchmark_run.run(config)
+        return
     with EndAtOnce():
         setup = prepare(config)
         platform = platforms.resolve(config.cluster.platform)
         finished = [model.checkpoint.label for model in setup.models if model.is_finished]
-        if finished:
-            print_note(f"Finished before, not evaluated again: {', '.join(finished)}")
-        try:
+        with reported(setup.results, finished):
             _evaluate_pending(setup, platform)
-        except KeyboardInterrupt:
-            print_note(
-                f"Results of finished checkpoints are in {setup.results.folder}. The same command "
-                "evaluates the others"
-            )
-            raise
-    print(printable("\n".join(result_table(setup.results.results))))
-    curve = setup.results.plot()
-    print_note(f"Saved results and samples to {setup.results.folder}")
-    if curve is not None:
-        print_note(f"Saved the curve to {curve}")
+    show(setup.results)
 
 
 def _evaluate_pending(setup: EvaluationSetup, platform: Platform) -> None:
@@ -288,11 +239,15 @@ def _evaluate_pending(setup: EvaluationSetup, platform: Platform) -> None:
         return
     with (
         running_pool(setup.episodes) as pool,
-        _Engines(setup, pool) as engines,
+        SharedEngine(partial(_settings_for, setup)) as shared,
         make_scorer(setup.models[0].plan, setup.tokenizer, platform) as scorer,
     ):
         for model in setup.pending:
-            result, rows = _evaluate(setup, model, engines.load(model), scorer)
+            engine = shared.load(model)
+            sampler: ResponseSource = engine
+            if pool is not None and setup.episodes is not None:
+                sampler = EpisodeSampler(engine, pool, setup.episodes)
+            result, rows = _evaluate(setup, model, sampler, scorer)
             setup.results.add(result, rows)
             for note in result.notes:
                 print_note(f"{result.label}: {note}")
@@ -316,49 +271,8 @@ class ResponseSource(Protocol):
         ...
 
 
-class _Engines:
-    """Context with one engine, which is replaced for a checkpoint of another shape.
-
-    `pool` has the environments of episodes; None if a response is one turn.
-    """
-
-    def __init__(self, setup: EvaluationSetup, pool: EnvironmentPool | None) -> None:
-        self._setup, self._pool = setup, pool
-        self._current: tuple[tuple[Shape, str], VllmEngine] | None = None
-        self._stack = ExitStack()
-
-    def __enter__(self) -> _Engines:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stack.close()
-
-    def load(self, model: EvaluatedModel) -> ResponseSource:
-        """Return a sampler of responses by the weights of a checkpoint."""
-        engine, episodes = self._engine(model), self._setup.episodes
-        if self._pool is None or episodes is None:
-            return engine
-        return EpisodeSampler(engine, self._pool, episodes)
-
-    def _engine(self, model: EvaluatedModel) -> VllmEngine:
-        source = open_checkpoint(model.checkpoint)
-        plan = model.plan
-        kind = source.shape, vocab_hash(open_tokenizer(plan.tokenizer_dir).get_vocab())
-        if self._current is not None and self._current[0] == kind:
-            engine = self._current[1]
-            engine.load_weights(hf_weights(source))
-            return engine
-        self._stack.close()
-        settings = _engine_settings(
-            plan,
-            source.hf_dir,
-            self._setup.longest_prompt,
-            len(self._setup.prompts),
-            self._setup.sampling,
-        )
-        engine = self._stack.enter_context(running_engine(plan.config, source, settings))
-        self._current = kind, engine
-        return engine
+def _settings_for(setup: EvaluationSetup, plan: RunPlan, hf_dir: Path) -> EngineSettings:
+    return _engine_settings(plan, hf_dir, setup.longest_prompt, len(setup.prompts), setup.sampling)
 
 
 def _engine_settings(
