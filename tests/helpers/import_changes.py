@@ -306,6 +306,7 @@ COMMANDS: dict[str, tuple[str, Changes]] = {
         },
     ),
     "inference": ("inference.py", {"task": "chat", "load": "ckpt"}),
+    "evaluation": ("evaluation.py", {"task": "mmlu", "load": "ckpt"}),
 }
 LAUNCHERS = ("torchrun", "msrun")
 BACK: Changes = {"load_model_type": "mg", "save_model_type": "mg"}
@@ -370,6 +371,8 @@ LLM_CASES: dict[str, Case] = {
     "inference.history_turns": ({"hf_chat_template": True}, 7),
     "inference.add_eos_token": ({}, "</s>"),
     "inference.top_k": ({}, 0),
+    "evaluation.task": ({}, "gsm8k"), "evaluation.no_chat_template": ({}, True),
+    "evaluation.bf16": ({}, True), "evaluation.fp16": ({}, True),
     "inference.temperature": ({}, 0.2), "inference.task": ({}, "greedy"),
     "train.moe_router_load_balancing_type": (BALANCED, "seq_aux_loss"),
     "train.seq_aux": (BALANCED, True),

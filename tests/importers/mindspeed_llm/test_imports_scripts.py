@@ -191,6 +191,32 @@ def test_unknown_load_balancing_is_refused():
     assert_mentions(line, "sinkhorn", "aux_loss", "seq_aux_loss", "none")
 
 
+def test_an_evaluation_script_names_benchmarks():
+    """The flags of evaluate_qwen3_8b_ptd.sh, and those of other tasks."""
+    line = (
+        "torchrun --nproc_per_node 8 evaluation.py --spec "
+        "mindspeed_llm.tasks.models.spec.qwen3_spec layer_spec --task-data-path data "
+        "--task mmlu human_eval --use-mcore-models "
+        "--tensor-model-parallel-size 2 --num-layers 36 --num-attention-heads 32 "
+        "--max-new-tokens 2 --load ckpt --no-chat-template --tokenizer-name-or-path tok "
+        "--micro-batch-size 1 --evaluation-batch-size 1 --max-eval-samples 8 --seed 42 --bf16"
+    )
+    tree = native_tree(line)
+    assert tree["evaluate"] == {
+        "benchmarks": ["mmlu", "humaneval"],
+        "models": ["ckpt"],
+        "chat_template": False,
+    }
+    assert tree["model"] == {"dtype": "bfloat16"} and tree["eval"] == {"prompts": 8}
+    assert tree["rollout"]["engine"]["tp"] == 2
+    report = "\n".join(full(convert(line)))
+    assert_mentions(report, "task_data_path", "evaluate.benchmark_data", "accuracies differ")
+    (message,) = mistakes("evaluation.py --load ckpt --task needlebench --bf16")
+    assert_mentions(message, "task=needlebench", "needlebench")
+    (message,) = mistakes("evaluation.py --load ckpt --task mmul --bf16")
+    assert_mentions(message, "task=mmul", "mmlu")
+
+
 def test_an_inference_script_samples_like_the_original():
     model = (
         "--use-mcore-models --tensor-model-parallel-size 1 --num-layers 24 --seq-length 4096 "

@@ -28,7 +28,7 @@ def script(tmp_path: Path, *lines: str) -> str:
 @pytest.mark.parametrize(
     ("line", "words"),
     [
-        ("python evaluation.py --task mmlu", ("evaluation.py", "lm-evaluation-harness")),
+        ("python train_fsdp2.py x.yaml", ("train_fsdp2.py", "FSDP2")),
         ("pip install deepspeed", ("pip install",)),
         ("wandb login 0123456789012345678901234567890123456789", ("wandb login",)),
         ("bash other/tool.sh --x 1", ("tool.sh", "another script")),
@@ -47,8 +47,8 @@ def test_every_program_that_is_left_out_is_named_with_its_line(
 @pytest.mark.parametrize(
     "lines",
     [
-        ("ray start --head", "python evaluation.py --task mmlu"),
-        ("python evaluation.py --task mmlu",),
+        ("ray start --head", "python train_fsdp2.py x.yaml"),
+        ("python train_fsdp2.py x.yaml",),
         ("echo hello", "pip install x"),
         ("ray start --address 10.0.0.1:6344",),
         ("export HCCL_TIMEOUT=9", "ray start --head"),

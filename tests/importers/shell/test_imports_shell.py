@@ -342,7 +342,6 @@ def test_a_launch_script_without_its_file_says_how_to_run_it(tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("program", "feature"),
     [
-        ("evaluation.py --task mmlu", "lm-evaluation-harness"),
         ("train_fsdp2.py config.yaml", "FSDP2"),
         ("train_prm.py --config-name x", "reward models"),
     ],

@@ -110,11 +110,11 @@ def test_a_conversion_of_a_reward_model_asks_for_one() -> None:
 def test_the_benchmark_counts_a_folder_by_outcome(tmp_path: Path) -> None:
     (tmp_path / "tune.sh").write_text(f"torchrun --nnodes 1 {TUNE}")
     (tmp_path / "wsd.sh").write_text(f"torchrun --nnodes 1 {TUNE} --split 90,5,5")
-    (tmp_path / "eval.sh").write_text("python evaluation.py --task mmlu")
+    (tmp_path / "fsdp.sh").write_text("python train_fsdp2.py x.yaml")
     (tmp_path / "other.sh").write_text("echo hello")
     command = [sys.executable, "-m", "benchmarks", "imports", str(tmp_path)]
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr
     assert "| mindspeed-llm tune | 2 | 1 | 1 | 0 | 100% |" in result.stdout
-    assert "| mindspeed-llm evaluation.py | 1 | 0 | 0 | 1 | 0% |" in result.stdout
-    assert_mentions(result.stdout, "1 files (1 by it alone)", "evaluation.py", "not imported")
+    assert "| mindspeed-llm train_fsdp2.py | 1 | 0 | 0 | 1 | 0% |" in result.stdout
+    assert_mentions(result.stdout, "1 files (1 by it alone)", "train_fsdp2.py", "not imported")

@@ -1,8 +1,8 @@
 """Import of MindSpeed-LLM and MindSpeed-RL command lines.
 
 Supported programs: convert_ckpt.py, preprocess_data.py, posttrain_gpt.py, pretrain_gpt.py,
-inference.py, ray_gpt.py and train_*.py. A script may contain several; each becomes the section of
-its msrl command. Sources: MindSpeed-LLM b626d239 and c77308a1.
+inference.py, evaluation.py, ray_gpt.py and train_*.py. A script may contain several; each becomes
+the section of its msrl command. Sources: MindSpeed-LLM b626d239 and c77308a1.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from msrl.importers.environment import put_exports
 from msrl.importers.hydra import Override
 from msrl.importers.mindspeed.named_files import named_file, put_named_file, split_overrides
 from msrl.importers.mindspeed_llm.data import put_preprocessing
+from msrl.importers.mindspeed_llm.evaluation import put_evaluation
 from msrl.importers.mindspeed_llm.inference import put_inference
 from msrl.importers.mindspeed_llm.models import refuse_model
 from msrl.importers.mindspeed_llm.training import put_training
@@ -34,6 +35,7 @@ PROGRAMS = {
     "posttrain_gpt": "train",
     "pretrain_gpt": "train",
     "inference": "inference",
+    "evaluation": "evaluation",
     "ray_gpt": "ray",
     "train_grpo": "ray",
     "train_dapo": "ray",
@@ -45,8 +47,6 @@ PROGRAMS = {
 }
 _ENTRY = "MindSpeed-LLM's entry to MindSpeed-RL. Import the file of MindSpeed-RL"
 UNSUPPORTED_PROGRAMS = {
-    "evaluation": "msrl includes no benchmarks (MMLU, GSM8K, ...). Serve the model with "
-    "`msrl serve` and run lm-evaluation-harness on it, or score own questions with `msrl eval`",
     "train_fsdp2": "MindSpeed-LLM's FSDP2 backend, whose files msrl does not read. Use the script "
     "of the model for Megatron",
     "merge_dcp_to_hf": "MindSpeed-LLM's FSDP2 checkpoints",
@@ -151,7 +151,7 @@ def _command(translation: Translation, section: str, words: Sequence[Word]) -> N
     if section in ("ray", "preprocess") and _positional(words[start + 1 :]):
         first = _positional(words[start + 1 :])
         named_file(translation, section, first, words[start], overrides)
-    also = ("train",) if section == "inference" else ()
+    also = ("train",) if section in ("inference", "evaluation") else ()
     is_launch = section in ("ray", "ray_start")
     tree = flags(words[start:], translation.name, is_complete=not is_launch)
     keys = Keys(translation, section, translation.entries(tree, section, "", also=also), also=also)
@@ -160,13 +160,14 @@ def _command(translation: Translation, section: str, words: Sequence[Word]) -> N
     launcher = flags(words[:start], translation.name, is_complete=False)
     is_mindspore = words[0].text.rpartition("/")[2] == "msrun"
     _launcher(translation, launcher, section, "msrun" if is_mindspore else "torchrun")
-    if section in ("convert", "train", "inference"):
+    if section in ("convert", "train", "inference", "evaluation"):
         refuse_model(translation, keys)
     put_special_keys = {
         "convert": _convert,
         "preprocess": put_preprocessing,
         "train": put_training,
         "inference": put_inference,
+        "evaluation": put_evaluation,
         "ray": partial(put_named_file, overrides=overrides),
     }
     put_special_keys.get(section, _apply_rows)(translation, keys)
@@ -199,7 +200,7 @@ def _launcher(translation: Translation, tree: Node, section: str, launcher: str)
         to = translation.row(entry).to
         if not to:
             translation.apply(entry)
-        elif section == "inference":
+        elif section in ("inference", "evaluation"):
             text = "the engine has rollout.engine.tp devices of one machine"
             translation.record(entry, KeyStatus.PLACEMENT, text)
         elif section != "train":

@@ -28,22 +28,27 @@ _THOUGHTS = ("qwen3", "glm4_moe")  # templates whose prompts end with an empty t
 def put_inference(translation: Translation, keys: Keys) -> None:
     """Translate the options of generation and chat, by task."""
     commands = _commands(keys)
-    _engine_layout(translation, keys)
+    put_engine_layout(translation, keys)
     _dtype(translation, keys, commands)
     _put(keys, "load", commands, "model", keys.value("load"))
     _adapter(keys, commands)
-    for entry in keys:
-        row = translation.row(entry)
-        if entry.section == "train" and row.speed:
-            translation.record(entry, KeyStatus.SPEED, row.speed)
-        elif entry.section == "train" and (not row.refuse or row.is_off(entry.value)):
-            translation.record(entry, KeyStatus.SAME, "read from the checkpoint")
+    put_shape(translation, keys)
     _put(keys, "max_new_tokens", commands, "max_tokens", keys.value("max_new_tokens"))
     _put(keys, "seed", commands, "seed", keys.value("seed"))
     _sampling(translation, keys, commands)
     _template(translation, keys, commands)
     _history(translation, keys, commands)
     _ends(keys, commands)
+
+
+def put_shape(translation: Translation, keys: Keys) -> None:
+    """Record the options of the model, which the checkpoint describes."""
+    for entry in keys:
+        row = translation.row(entry)
+        if entry.section == "train" and row.speed:
+            translation.record(entry, KeyStatus.SPEED, row.speed)
+        elif entry.section == "train" and (not row.refuse or row.is_off(entry.value)):
+            translation.record(entry, KeyStatus.SAME, "read from the checkpoint")
 
 
 def _put(keys: Keys, key: str, sections: Iterable[str], name: str, value: object) -> None:
@@ -180,7 +185,7 @@ def _dtype(translation: Translation, keys: Keys, commands: list[str]) -> None:
     return None
 
 
-def _engine_layout(translation: Translation, keys: Keys) -> None:
+def put_engine_layout(translation: Translation, keys: Keys) -> None:
     """Translate the parallel sizes of inference to the devices of the engine.
 
     Pipeline stages are tensor-parallel ranks in msrl, if this size divides the attention heads.
