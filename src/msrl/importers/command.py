@@ -98,7 +98,8 @@ def _names_file(system: str, arguments: Sequence[str]) -> bool:
 
 def _translate_file(system: str, file: Path, arguments: Sequence[str] = ()) -> Translation:
     if not file.is_file():
-        raise MsrlError(f"{file}: file not found")
+        problem = "is a folder, pipe or device, not a file" if file.exists() else "file not found"
+        raise MsrlError(f"{file}: {problem}")
     text = read_user_text(file)
     is_json = system == "mindspeed-mm" and file.suffix == ".json"
     if file.suffix not in (".yaml", ".yml") and not is_json:

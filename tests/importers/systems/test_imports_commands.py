@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -682,3 +683,10 @@ def test_the_critic_of_roll_averages_sequences_and_has_the_batches_of_the_actor(
     other = f"{text}critic: {{training_args: {{gradient_accumulation_steps: 3}}}}\n"
     with pytest.raises(MsrlError, match=mentions("steps=3", "policy", "16", "--approximate")):
         convert("roll", other, tmp_path, "yaml")
+
+
+def test_a_name_of_something_else_than_a_file_is_refused(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe.yaml")
+    for name, keyword in (("pipe.yaml", "pipe"), ("", "folder"), ("none.yaml", "not found")):
+        with pytest.raises(MsrlError, match=mentions(tmp_path / name, keyword)):
+            translate_arguments("verl", [str(tmp_path / name)])
