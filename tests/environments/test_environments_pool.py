@@ -222,6 +222,39 @@ def test_a_killed_fork_server_ends_its_episodes_and_is_replaced():
         assert environments.open("b", {}).result(HANG_S).messages
 
 
+def write_failing(folder: Path, action: str, num_times: int) -> EnvironmentSource:
+    """Write an environment whose file ends the process that loads it, the first times."""
+    file = folder / "failing.py"
+    file.write_text(
+        "import os, pathlib, signal\n"
+        "from bad_environments import Strict as Failing\n"
+        f"count = pathlib.Path({str(folder / 'count')!r})\n"
+        "with count.open('a') as stream:\n"
+        "    stream.write('x')\n"
+        f"if len(count.read_text()) <= {num_times}:\n"
+        f"    {action}\n"
+    )
+    return EnvironmentSource(path=f"{file}:Failing", options={"greeting": "hello"})
+
+
+KILL = "os.kill(os.getpid(), signal.SIGKILL)"
+
+
+def test_a_fork_server_that_is_killed_while_it_loads_is_replaced(tmp_path: Path):
+    with pool(write_failing(tmp_path, KILL, 3)) as environments:
+        environments.start()
+        assert environments.open("a", {}).result(HANG_S).messages
+
+
+@pytest.mark.parametrize(("action", "num_starts"), [(KILL, 4), ("os._exit(7)", 1)])
+def test_a_fork_server_that_cannot_load_is_a_user_error(tmp_path: Path, action, num_starts):
+    source = write_failing(tmp_path, action, 99)
+    with pool(source) as environments, pytest.raises(MsrlError) as error:
+        environments.start()
+    assert_mentions(error.value, "environment:", "loads the environments", "exit code")
+    assert len((tmp_path / "count").read_text()) == num_starts
+
+
 def test_a_process_that_is_killed_from_outside_is_lost():
     with pool(moody()) as environments:
         environments.open("a", {}).result(HANG_S)

@@ -20,6 +20,7 @@ from msrl.environments.base import EpisodeFault, FaultReason, Opening, StepResul
 from msrl.environments.clean import clean_value
 from msrl.environments.episode_process import FAULT, EpisodeSetup
 from msrl.errors import MsrlError
+from msrl.processes.child import MAX_REPEATS
 from msrl.processes.fork_server import EXITED, START_LIMIT_S, ForkServerClient
 from msrl.processes.messages import MAX_DETAIL_BYTES, READY, FrameReader, FrameTooLongError
 from msrl.types import Message
@@ -71,6 +72,7 @@ class PoolLoop:
         self._selector = selectors.DefaultSelector()
         self._wakeup, self._wake = socket.socketpair()
         self._server: ForkServerClient[EpisodeSetup] | None = None
+        self._num_killed_starts = 0
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
         self._is_stopped = False
@@ -335,6 +337,7 @@ class PoolLoop:
             if kind != READY:
                 return self._lose_server(detail, MsrlError(detail))
             self._server.is_ready = True
+            self._num_killed_starts = 0
             self._finish_start(None)
         return None
 
@@ -359,10 +362,12 @@ class PoolLoop:
     def _lose_server(self, problem: str, error: Exception | None = None) -> None:
         """End all episodes of a fork server that died; the next call starts another one.
 
-        A server that never became ready fails the waiting calls too.
+        The start of a server that was killed is repeated. Otherwise, a server that never became
+        ready fails the waiting calls too.
         """
         assert self._server is not None
         server, self._server = self._server, None
+        was_killed = server.process.was_killed()
         for source in (server.process, server.control):
             self._selector.unregister(source)
         server.stop()
@@ -371,12 +376,18 @@ class PoolLoop:
         for episode in lost.values():
             self._hang_up(episode)
             self._set_fault(episode, EpisodeFault("lost", f"the fork server {problem}"))
-        if not server.is_ready:
-            self._refuse(error, f"the process of the environments {problem}")
+        if server.is_ready:
+            return
+        if was_killed and self._num_killed_starts < MAX_REPEATS:
+            self._num_killed_starts += 1
+            self._require_server()
+        else:
+            self._refuse(error, f"the process that loads the environments {problem}")
 
     def _refuse(self, error: Exception | None, problem: str) -> None:
         """End the waiting calls: with the error of a user's file, else as lost."""
-        self._finish_start(error or RuntimeError(problem))
+        remedy = "Look for the cause in the environment's file, or in the memory of the machine."
+        self._finish_start(error or MsrlError(f"environment: {problem}. {remedy}"))
         while self._waiting:
             command = self._waiting.popleft()
             assert command.episode is not None and command.future is not None

@@ -18,6 +18,7 @@ from typing import Any, Literal, Protocol
 from msrl.environments.base import EpisodeFault, Opening, StepResult
 from msrl.environments.pool import ENVIRONMENT_COLUMN, select_environment
 from msrl.errors import MsrlError
+from msrl.processes.child import MAX_REPEATS
 from msrl.rollout.engine import sample_seed
 from msrl.rollout.episodes.messages import digest, readable_messages, shorten_message
 from msrl.rollout.episodes.settings import EpisodeSettings, environment_sources
@@ -40,7 +41,6 @@ from msrl.types import (
 
 _SEED_BITS = 62
 Reply = Opening | StepResult | EpisodeFault
-_MAX_REPEATS = 3  # of an episode whose environment was lost
 
 
 class Environments(Protocol):
@@ -180,7 +180,7 @@ class EpisodeRunner:
             if episode is None:
                 continue  # aborted
             is_lost = isinstance(reply, EpisodeFault) and reply.reason == "lost"
-            if is_lost and episode.num_repeats < _MAX_REPEATS:
+            if is_lost and episode.num_repeats < MAX_REPEATS:
                 self._repeat(episode)
                 continue
             end = self._receive(episode, reply)

@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from msrl.config.sections.environment import EnvironmentConfig
 from msrl.environments.base import EpisodeFault, Opening
@@ -13,6 +14,7 @@ from msrl.environments.pool import ENVIRONMENT_COLUMN, EnvironmentPool
 from msrl.environments.tools import detect_format, unknown_format
 from msrl.errors import MsrlError, nearest
 from msrl.plan.run_plan import RunPlan
+from msrl.processes.child import MAX_REPEATS
 from msrl.registry import own
 from msrl.rewards.failures import error_line
 from msrl.rollout.episodes.messages import shorten_message
@@ -175,11 +177,21 @@ def _open(
         pool.start()
         for name, prompt in prompts.items():
             row = environment_row(prompt, seed, keeps_name=bool(section.mixture))
-            reply = pool.open(f"check {name}", row).result()
+            reply = _opening(pool, f"check {name}", row)
             if isinstance(reply, EpisodeFault):
                 raise _refusal(section, name, prompt, reply)
             openings[name] = reply
     return openings
+
+
+def _opening(pool: EnvironmentPool, episode_id: str, row: dict[str, Any]) -> Opening | EpisodeFault:
+    """Return the opening of an episode, which begins again if its process was killed."""
+    for _ in range(MAX_REPEATS):
+        reply = pool.open(episode_id, row).result()
+        if isinstance(reply, Opening) or reply.reason != "lost":
+            return reply
+        pool.close(episode_id)
+    return pool.open(episode_id, row).result()
 
 
 def _refusal(
