@@ -335,6 +335,8 @@ class Case:
             os.kill(victim, signal.SIGKILL)
         except ProcessLookupError:
             return None
+        if victim == command.process.pid:
+            command.process.wait()  # until then, processes of a killed server may answer
         return name
 
     def stop(self, command: Command) -> None:
