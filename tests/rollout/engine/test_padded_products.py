@@ -37,7 +37,10 @@ def test_padded_products_equal_those_of_torch(
         ProductChanges().pad_products()
     torch.manual_seed(0)
     weight, bias = torch.randn(48, 32).to(dtype), torch.randn(48).to(dtype)
-    handler = operators.create_onednn_mm(weight.t(), 32)
+    try:
+        handler = operators.create_onednn_mm(weight.t(), 32)
+    except RuntimeError as error:  # without AVX-512, vLLM's layers use torch's products
+        pytest.skip(f"oneDNN has no product of {dtype} on this processor: {error}")
     for shape, expected in (((1, 32), 1), ((5, 32), 16), ((3, 7, 32), 32), ((16, 32), 16)):
         x = torch.randn(shape).to(dtype)
         y = operators.onednn_mm(handler, x, bias)

@@ -161,16 +161,7 @@ def compare(
         trainer_component = _trainer_component(target, trainers, samples, sent, probe)
         bar.advance()
     with progress("comparing with files and record", total=2, unit="comparisons") as bar:
-        reference_component = Component(
-            dtype=target.plan.dtype,
-            digests=_file_digests(target),
-            settings=expected.settings,
-            encodings=folder_encodings(
-                target.reference_dir, with_template=target.has_folder_template
-            ),
-            activations=expected.activations,
-            image=expected.image,
-        )
+        reference_component = _reference_component(target, expected)
         bar.advance()
         recorded = _score_record(target, trainers)
         bar.advance()
@@ -459,6 +450,18 @@ def _columns(rows: Floats) -> Ints:
 
 
 # Digests
+
+
+def _reference_component(target: Target, scores: reference.ReferenceScores) -> Component:
+    folder, with_template = target.reference_dir, target.has_folder_template
+    return Component(
+        dtype=target.plan.dtype,
+        digests=_file_digests(target),
+        settings=scores.settings,
+        encodings=folder_encodings(folder, with_template=with_template),
+        activations=scores.activations,
+        image=scores.image,
+    )
 
 
 def _file_digests(target: Target) -> dict[str, str]:
