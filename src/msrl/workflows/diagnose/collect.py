@@ -153,10 +153,8 @@ def compare(
     logprobs = _logprobs(target, trainers, engine, samples, expected)
     with progress("recording the layers of engine and ranks", total=2, unit="passes") as bar:
         engine_component = _engine_component(target, engine, samples, _worst(sent, received))
-        with_image = None
-        if probe is not None and _fits(target, probe):
-            features, with_image = _with_image(target, trainers, engine, probe)
-            engine_component = replace(engine_component, image=features)
+        features, with_image = _with_image(target, trainers, engine, probe)
+        engine_component = replace(engine_component, image=features)
         bar.advance()
         trainer_component = _trainer_component(target, trainers, samples, sent, probe)
         bar.advance()
@@ -403,9 +401,11 @@ def _trainer_component(
 
 
 def _with_image(
-    target: Target, trainers: TrainerGroup, engine: VllmEngine, probe: ImageProbe
-) -> tuple[dict[str, Floats], tuple[Floats, Floats]]:
+    target: Target, trainers: TrainerGroup, engine: VllmEngine, probe: ImageProbe | None
+) -> tuple[dict[str, Floats], tuple[Floats, Floats] | None]:
     """Return the engine's features of an image, and log-probabilities of engine and ranks."""
+    if probe is None or not _fits(target, probe):
+        return {}, None
     ids, images = probe.token_ids, (probe.image,)
     engine.forget_prompts()
     engine.call_workers("begin_features")
