@@ -34,7 +34,6 @@ LONGEST = (
     "train_grpo_episodes",
     "sft_cluster",
     "serve",
-    "train_grpo_judge",
     "mixture_training",
     "preprocess",
     "rollout_families",

@@ -375,6 +375,7 @@ TOWERS: dict[str, tuple[VisionConfig, RecomputeConfig]] = {
 
 
 @pytest.mark.slow
+@pytest.mark.full
 def test_the_estimate_counts_the_vision_tower(folders):
     """Nearly all tokens are of images, as the estimate assumes."""
     shape = {"lengths": (203, 403), "pictures": (14, 20)}

@@ -350,6 +350,7 @@ def test_each_token_of_a_run_with_many_updates_has_the_logprob_of_its_recorded_v
 
 
 @pytest.mark.slow
+@pytest.mark.full
 def test_without_recomputation_later_tokens_belong_to_no_version(
     vllm_engine: Any, models: list[Any]
 ) -> None:

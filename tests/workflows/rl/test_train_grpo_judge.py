@@ -19,7 +19,7 @@ from support import assert_mentions
 from tiny_qwen2 import save_model
 from training_runs import Command, rows, succeed, write_config, write_rows
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.full]
 STEPS, SAMPLES = 3, 16
 NONSENSE = "As a language model, I like this answer."
 

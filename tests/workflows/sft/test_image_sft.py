@@ -178,7 +178,11 @@ def test_a_tower_without_a_learning_rate_stays_as_it_is(
 
 
 @pytest.mark.parametrize(
-    "vision", [{}, {"tower_lr": 1e-3, "projector_lr": 2e-3}], ids=["frozen", "trained"]
+    "vision",
+    [
+        pytest.param({}, id="frozen", marks=pytest.mark.full),
+        pytest.param({"tower_lr": 1e-3, "projector_lr": 2e-3}, id="trained"),
+    ],
 )
 def test_a_resumed_training_equals_the_uninterrupted_one(
     tmp_path: Path, model: Path, data: dict[str, str], vision: dict[str, float]
