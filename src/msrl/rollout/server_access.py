@@ -11,19 +11,25 @@ from msrl import free_ports
 from msrl.errors import MsrlError
 
 KEY_VARIABLES = ("MSRL_API_KEY", "VLLM_API_KEY")
+_MAX_KEY_BYTES = 1 << 16
 
 
 def read_api_key(path: str | None) -> tuple[str, str] | None:
     """Return the API key and the name of its source: the file, or else a variable.
 
     Raises:
-        MsrlError: The file cannot be read, or the key is not one word of visible ASCII characters.
+        MsrlError: The file cannot be read or is too large, or the key is not one word of visible
+            ASCII characters.
     """
     if path is not None:
         try:
-            text = Path(path).read_text(encoding="utf-8", errors="replace")
+            with Path(path).open("rb") as file:
+                content = file.read(_MAX_KEY_BYTES + 1)  # a device has no end
         except OSError as error:
             raise MsrlError(f"cannot be read: {error.strerror or error}") from error
+        if len(content) > _MAX_KEY_BYTES:
+            raise MsrlError(f"{path}: is larger than {_MAX_KEY_BYTES >> 10} KiB. Name a key file.")
+        text = content.decode(errors="replace")
         return _check_key(text.strip(), path), path
     for name in KEY_VARIABLES:
         if os.environ.get(name):

@@ -123,9 +123,10 @@ def test_a_key_is_one_word_and_no_message_contains_it(
         (line,) = mistakes(model, f"serve.api_key_file={file}")
         assert_mentions(line, "serve.api_key_file=", file, "API key")
         assert "cret" not in line
-    assert_each_mentions(
-        mistakes(model, "serve.api_key_file=gone"), ("serve.api_key_file=gone", "read")
-    )
+    for name, keyword in (("gone", "read"), ("/dev/zero", "larger")):
+        assert_each_mentions(
+            mistakes(model, f"serve.api_key_file={name}"), (f"serve.api_key_file={name}", keyword)
+        )
 
 
 def test_models_and_adapters_that_cannot_be_served_are_named(
