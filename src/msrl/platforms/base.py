@@ -136,7 +136,8 @@ class Platform(ABC):
     groups_sigmoid_scores: bool = False  # vLLM scores experts by sigmoid only with groups of them
     # The dtype for which vLLM has kernels of gated delta networks; None: every dtype.
     delta_network_dtype: str | None = None
-    delta_head_multiple: int = 1  # what head sizes of delta networks are multiples of
+    # Head sizes of gated delta networks for which vLLM has kernels; (): every size.
+    delta_head_sizes: tuple[int, ...] = ()
     # vLLM's weight transfer engines by the value of rollout.weights.transfer.
     weight_engines: ClassVar[Mapping[str, WeightEngine]] = {
         "ipc": WeightEngine("ipc", "vllm.distributed.weight_transfer.ipc_engine", "IPC"),

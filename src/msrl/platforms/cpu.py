@@ -82,7 +82,7 @@ class CpuPlatform(Platform):
     has_sparse_attention = False
     groups_sigmoid_scores = True
     delta_network_dtype = "bfloat16"
-    delta_head_multiple = 32  # chunk_gated_delta_rule_cpu of vLLM 0.32
+    delta_head_sizes = (64, 128)  # chunk_gated_delta_rule_cpu of vLLM 0.32
 
     def missing(self) -> str | None:
         packages = {"torch": "torch", "megatron.core": "megatron-core"}

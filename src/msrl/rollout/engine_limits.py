@@ -162,14 +162,13 @@ def _check_attention(config: HfConfig, shape: Shape, platform: Platform) -> None
 
 def _check_delta_heads(config: HfConfig, delta: DeltaNet, platform: Platform) -> None:
     """Check that vLLM has kernels for the heads of gated delta networks."""
-    multiple = platform.delta_head_multiple
-    for name, size in (("key", delta.key_head_dim), ("value", delta.value_head_dim)):
-        if size % multiple:
-            raise MsrlError(
-                f"{config.where}: linear_{name}_head_dim={size}: on {platform.name}, vLLM computes "
-                f"gated delta networks whose head sizes are multiples of {multiple} only. "
-                f"{_NOT_GENERATED}"
-            )
+    key, value, sizes = delta.key_head_dim, delta.value_head_dim, platform.delta_head_sizes
+    if sizes and (key not in sizes or value != key):
+        raise MsrlError(
+            f"{config.where}: linear_key_head_dim={key}, linear_value_head_dim={value}: on "
+            f"{platform.name}, vLLM computes gated delta networks only if both are "
+            f"{' or '.join(map(str, sizes))}. {_NOT_GENERATED}"
+        )
 
 
 def _check_prefixes(settings: EngineSettings, platform: Platform) -> None:

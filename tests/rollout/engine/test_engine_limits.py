@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import json
 import subprocess
 import sys
@@ -222,7 +223,7 @@ def test_the_platform_of_vllm_refuses_sparse_attention_on_cpu() -> None:
     assert "use_sparse" in text and "NotImplementedError" in text
 
 
-DELTA_HEADS = {"linear_key_head_dim": 32, "linear_value_head_dim": 64}
+DELTA_HEADS = {"linear_key_head_dim": 64, "linear_value_head_dim": 64}
 
 
 def test_delta_networks_in_another_type_than_bfloat16_are_refused_on_cpu(tmp_path: Path) -> None:
@@ -233,10 +234,28 @@ def test_delta_networks_in_another_type_than_bfloat16_are_refused_on_cpu(tmp_pat
     settings = replace(settings, dtype="bfloat16")
     assert refusal(settings, prefix_cache=False) == refusal(settings, "cuda") == ""
     assert_mentions(refusal(settings), "rollout.engine.prefix_cache=true", "cpu", "false")
-    (tmp_path / "config.json").write_text(json.dumps({**config, "linear_value_head_dim": 48}))
+    (tmp_path / "config.json").write_text(json.dumps({**config, "linear_value_head_dim": 128}))
     message = refusal(settings, prefix_cache=False)
-    assert_mentions(message, "linear_value_head_dim=48", "cpu", "multiples of 32")
+    assert_mentions(message, "linear_value_head_dim=128", "cpu", "64 or 128")
     assert refusal(settings, "cuda") == ""
+
+
+@pytest.mark.parametrize(
+    ("key", "value"), [(32, 32), (64, 64), (96, 96), (128, 128), (256, 256), (64, 128)]
+)
+def test_the_kernel_of_delta_networks_has_these_head_sizes_on_cpu(key: int, value: int) -> None:
+    from vllm import _custom_ops as kernels
+
+    query = torch.ones(1, 3, 2, key, dtype=torch.bfloat16)
+    values = torch.ones(1, 3, 2, value, dtype=torch.bfloat16)
+    decay, beta = torch.zeros(1, 3, 2), torch.ones(1, 3, 2, dtype=torch.bfloat16)
+    rows, ends = torch.zeros(1, dtype=torch.int32), torch.tensor([0, 3], dtype=torch.int32)
+    state = torch.zeros(1, 2, key, value)
+    is_supported = key == value and key in CPU.delta_head_sizes
+    with contextlib.nullcontext() if is_supported else pytest.raises(RuntimeError):
+        kernels.chunk_gated_delta_rule_cpu(
+            query, query, values, decay, beta, state, True, ends, False, True, rows
+        )
 
 
 def test_vllm_caches_states_only_with_prompts_in_several_steps() -> None:
