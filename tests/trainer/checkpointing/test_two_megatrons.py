@@ -38,6 +38,7 @@ TRAININGS = {
     "deepseek v3": Layout(tp=2, ep=2, etp=1),
     "gpt-oss": Layout(pp=2, ep=2),
     "qwen3-next": Layout(ep=2),
+    "minimax m2": Layout(tp=2),
 }
 DISTRIBUTED = {"qwen3": Layout(tp=2, pp=2), "deepseek v3": Layout(tp=2, ep=2, etp=1, pp=2)}
 

@@ -38,7 +38,7 @@ from msrl.trainer.model.experts import MixtureLayer, mixture_spec
 from msrl.trainer.model.gpt import PolicyModel
 from msrl.trainer.model.layers import (
     ACTIVATIONS,
-    AllHeadsNorm,
+    AllHeadsAttention,
     CoreAttention,
     DeepstackLayer,
     GatedMlp,
@@ -188,28 +188,23 @@ def _mixer_spec(shape: Shape, layer: int) -> ModuleSpec:
 
 
 def _attention_spec(attention: Attention) -> ModuleSpec:
-    norms = [
-        _qk_norm_spec(attention, heads) for heads in (attention.num_heads, attention.num_groups)
-    ]
+    norm = RmsNorm if attention.qk_norm == "head" else IdentityOp
     core_attention = ModuleSpec(module=CoreAttention, params={"attention": attention})
+    module = GatedAttention if attention.output_gate else SelfAttention
+    params: dict[str, Any] = {"attn_mask_type": AttnMaskType.causal}
+    if attention.qk_norm == "all":
+        module, params["attention"] = AllHeadsAttention, attention
     return ModuleSpec(
-        module=GatedAttention if attention.output_gate else SelfAttention,
-        params={"attn_mask_type": AttnMaskType.causal},
+        module=module,
+        params=params,
         submodules=SelfAttentionSubmodules(
             linear_qkv=ColumnParallelLinear,
             linear_proj=RowParallelLinear,
-            q_layernorm=norms[0],
-            k_layernorm=norms[1],
+            q_layernorm=norm,
+            k_layernorm=norm,
             core_attention=core_attention,
         ),
     )
-
-
-def _qk_norm_spec(attention: Attention, num_heads: int) -> Any:
-    """Return the norm of queries or keys, which have `num_heads` heads."""
-    if attention.qk_norm == "all":
-        return ModuleSpec(module=AllHeadsNorm, params={"num_heads": num_heads})
-    return IdentityOp if attention.qk_norm is None else RmsNorm
 
 
 def build_model(

@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from megatron.core import parallel_state
 from megatron.core.activations import quick_gelu
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -137,6 +138,22 @@ class AllHeadsNorm(RmsNorm):
         scale = (total / self.num_channels + self.eps).rsqrt()
         weight = self.weight.float() + 1 if self.is_zero_centered else self.weight.float()
         return (wide * scale * weight.view(x.shape[-2:])).to(x.dtype)
+
+
+class AllHeadsAttention(SelfAttention):
+    """Self-attention with norms of queries and keys over all heads.
+
+    megatron-core 0.19 refuses them in a spec without `qk_layernorm`, which would sum the gradients
+    of their shards over the ranks (`finalize_model_grads`).
+    """
+
+    def __init__(
+        self, config: TransformerConfig, *args: Any, attention: Attention, **settings: Any
+    ) -> None:
+        super().__init__(config, *args, **settings)
+        size, eps = self.hidden_size_per_attention_head, self.config.layernorm_epsilon
+        self.q_layernorm = AllHeadsNorm(config, size, eps, num_heads=attention.num_heads)
+        self.k_layernorm = AllHeadsNorm(config, size, eps, num_heads=attention.num_groups)
 
 
 class _SumOverRanks(torch.autograd.Function):
