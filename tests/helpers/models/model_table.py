@@ -37,6 +37,7 @@ UNSHARDED = ("minimax_m2", "qwen3-next")
 GENERATED = {"qwen2", "qwen3", "llama", "mistral", "glm", "chatglm", "gemma2", "gemma3"} | {
     *("qwen3_moe", "qwen2_moe", "glm4", "glm4_moe", "mixtral", "seed_oss"),
     *("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "internvl"),
+    *("gpt_oss", "hy_v3", "glm4_moe_lite", "deepseek_v2", "deepseek_v3"),
 }
 
 
@@ -96,7 +97,14 @@ def _engine(module: ModuleType, own: Sequence[Family], shapes: Sequence[Shape]) 
             any(rotary.query_growth for shape in shapes for rotary in shape.rotaries),
             "refused if queries grow with the position",
         ),
-        (any(shape.delta for shape in shapes), "bfloat16 only; not tried"),
+        (
+            any(shape.delta for shape in shapes),
+            "only in bfloat16, with heads of 64 or 128 channels; not tried",
+        ),
+        (
+            name in GENERATED and any(shape.mla for shape in shapes),
+            "yes, with a latent of 576 channels",
+        ),
         (name in GENERATED, "yes"),
         (
             any(row.reference != "transformers" for row in own),
@@ -109,10 +117,6 @@ def _engine(module: ModuleType, own: Sequence[Family], shapes: Sequence[Shape]) 
         (
             name == "minimax_m2",
             "no: on CPU, vLLM lacks sigmoid routers without groups",
-        ),
-        (
-            any(shape.mla for shape in shapes),
-            "only with a latent of 576 channels; not tried",
         ),
     ]
     return next((answer for holds, answer in answers if holds), "not tried")

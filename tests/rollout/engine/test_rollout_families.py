@@ -37,12 +37,17 @@ FAMILY_ROWS = {**FAMILIES, **MIXTURES}
 
 
 def _save(folder: Path, name: str) -> tuple[Path, dict]:
-    """Save a model of the family with heads of 32 channels, the smallest that vLLM supports on CPU.
+    """Save a model of the family with sizes that vLLM supports on CPU, most of them the smallest.
 
     Its vocabulary contains the byte tokenizer's.
     """
     config = {**FAMILY_ROWS[name].config, "hidden_size": 128}
     config |= {key: 32 for key in ("head_dim", "kv_channels") if key in config}
+    config |= {key: 64 for key in ("linear_key_head_dim", "linear_value_head_dim") if key in config}
+    if "kv_lora_rank" in config:
+        config |= {"kv_lora_rank": 512, "qk_rope_head_dim": 64}
+    if "swiglu_limit" in config:
+        config["swiglu_limit"] = 7.0
     config |= {
         key: tiny_qwen2.VOCAB_SIZE for key in ("vocab_size", "padded_vocab_size") if key in config
     }
@@ -74,7 +79,8 @@ def test_a_family_that_vllm_cannot_serve_is_refused(tmp_path: Path, name: str, r
     "name",
     [
         *("gemma 2", "gemma 3", "mistral v0.1", "glm 4", "glm 4 remote code", "glm 4 0414"),
-        *("seed-oss", "qwen2 moe", "mixtral", "glm 4.5"),
+        *("seed-oss", "qwen2 moe", "mixtral", "glm 4.5", "gpt-oss", "hunyuan 3", "glm 4.7 flash"),
+        *("deepseek v2 lite", "deepseek v2", "deepseek v3", "kimi k2"),
     ],
 )
 def test_the_engine_has_the_logprobs_of_the_reference(
