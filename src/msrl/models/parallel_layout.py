@@ -10,6 +10,7 @@ Megatron's and MindSpeed's arguments.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -318,6 +319,7 @@ SINGLE_RANK = ParallelLayout()
 """Layout in which one rank holds the entire model."""
 
 
+@functools.lru_cache(maxsize=8)
 def _distinct(shape: Shape) -> tuple[Rule, ...]:
     """Return one rule of every kind in the layers of a model.
 
