@@ -198,13 +198,16 @@ def _forward_bytes(train: TrainConfig, shape: Shape, batch: Pass, spread: Spread
     return layer + rows * -(-shape.vocab_size // spread.tp) * batch.head_bytes
 
 
-def passes_in_flight(plan: RunPlan, shape: Shape, stage: int) -> tuple[int, int]:
+def passes_in_flight(
+    layout: ParallelLayout, shape: Shape, stage: int, num_batches: int | None
+) -> tuple[int, int]:
     """Return (micro-batches whose activations a stage holds, virtual stages that divide them).
 
-    The schedule is Megatron's: one forward, one backward (arXiv:2104.04473, section 2.2).
+    `num_batches` are the micro-batches of an update; None: enough to fill the pipeline. The
+    schedule is Megatron's: one forward, one backward (arXiv:2104.04473, section 2.2).
     """
-    pp, num_virtual = plan.layout.pp, plan.layout.num_chunks(shape.num_layers)
-    batches = plan.accumulation or pp * 2
+    pp, num_virtual = layout.pp, layout.num_chunks(shape.num_layers)
+    batches = num_batches or pp * 2
     if num_virtual == 1:
         return min(pp - stage, batches), 1
     in_flight = (pp - stage - 1) * 2 + (num_virtual - 1) * pp + 1
@@ -295,7 +298,7 @@ def _stage_memory(
         return memory
     activations, working = _activations(plan, shape, stage, batch)
     tower = _tower(plan, shape, stage, batch) if has_images else TowerBytes()
-    in_flight, _ = passes_in_flight(plan, shape, stage)
+    in_flight, _ = passes_in_flight(plan.layout, shape, stage, plan.accumulation)
     activations, working = activations + tower.saved * in_flight, max(working, tower.working)
     memory = replace(memory, activations=activations, working=working, forward=tower.forward)
     if stage < plan.layout.pp - 1 or shape.reward_head:
@@ -326,7 +329,7 @@ def _activations(plan: RunPlan, shape: Shape, stage: int, batch: Pass) -> tuple[
     tokens = batch.num_tokens // spread.cp
     rotated = sum(rotary.channels for rotary in shape.rotaries)
     rotary_tables = 2 * tokens * rotated * batch.element_bytes
-    count, num_virtual = passes_in_flight(plan, shape, stage)
+    count, num_virtual = passes_in_flight(plan.layout, shape, stage, plan.accumulation)
     in_flight = -(-(saved + rotary_tables) * count // num_virtual)
     if stage == plan.layout.pp - 1:  # the input of the final norm
         norm_tokens = tokens // (spread.tp if spread.sp else 1)

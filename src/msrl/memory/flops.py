@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from msrl.models.shape import Attention, DeltaNet, Dense, Layer, Mixer, Mla, Shape
 from msrl.models.vision.tensors import tower_names
@@ -30,9 +31,9 @@ def training_flops(
     excluded too). Attention has no weights, so its backward pass always counts twice.
     """
     layers = shape.layers
-    products = sum(lengths) * sum(_layer_weights(shape, layer) for layer in layers)
-    products += num_trained * _head_weights(shape)
-    attention = sum(_attention(layer.mixer, lengths) for layer in layers)
+    products = sum(lengths) * sum(sum(layer_weights(shape, layer)) for layer in layers)
+    products += num_trained * head_weights(shape)
+    attention = sum(attention_flops(layer.mixer, lengths) for layer in layers)
     indexers = sum(_indexer(layer.mixer, shape.hidden_size, lengths) for layer in layers)
     return 2 * products * (3 if weight_gradients else 2) + 3 * attention + indexers
 
@@ -79,8 +80,19 @@ def _tower_pairs(vision: Vision, grid: Grid) -> int:
     return num_full * everywhere + (vision.depth - num_full) * within
 
 
-def _layer_weights(shape: Shape, layer: Layer) -> int:
-    """Return the number of weights of a layer that are multiplied with one token."""
+class LayerWeights(NamedTuple):
+    """Numbers of weights of a layer that are multiplied with one token.
+
+    `feed_forward` includes the router and shared experts, `experts` the routed ones.
+    """
+
+    mixer: int
+    feed_forward: int
+    experts: int
+
+
+def layer_weights(shape: Shape, layer: Layer) -> LayerWeights:
+    """Return the numbers of weights of a layer that are multiplied with one token."""
     mixer, block, hidden = layer.mixer, layer.feed_forward, shape.hidden_size
     if isinstance(mixer, Mla):
         mixing = _latent_projections(mixer, hidden)
@@ -89,9 +101,10 @@ def _layer_weights(shape: Shape, layer: Layer) -> int:
     else:
         mixing = _projections(mixer, hidden)
     if isinstance(block, Dense):
-        return mixing + 3 * hidden * block.hidden_size
-    active = block.experts_per_token * block.ffn_hidden_size + block.shared_ffn_hidden_size
-    return mixing + hidden * block.num_experts + 3 * hidden * active
+        return LayerWeights(mixing, 3 * hidden * block.hidden_size, 0)
+    shared = hidden * (block.num_experts + 3 * block.shared_ffn_hidden_size)
+    routed = 3 * hidden * block.experts_per_token * block.ffn_hidden_size
+    return LayerWeights(mixing, shared, routed)
 
 
 def _projections(attention: Attention, hidden: int) -> int:
@@ -130,12 +143,12 @@ def _indexer(mixer: Mixer, hidden: int, lengths: Sequence[int]) -> int:
     return 2 * (sum(longer) * weights + pairs * heads * (width + 1))
 
 
-def _head_weights(shape: Shape) -> int:
+def head_weights(shape: Shape) -> int:
     """Return the number of weights of the output layer."""
     return shape.hidden_size * shape.num_outputs
 
 
-def _attention(mixer: Mixer, lengths: Sequence[int]) -> int:
+def attention_flops(mixer: Mixer, lengths: Sequence[int]) -> int:
     """Return the operations of attention scores and weighted sums over visible pairs.
 
     A delta network multiplies its state with key and query of each token, and adds a product to it.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 
@@ -33,9 +34,14 @@ def has_engines(config: Config, command: str) -> bool:
 
 def layout_from(section: LayoutConfig) -> ParallelLayout:
     """Return the parallel layout that a section of the configuration defines."""
-    names = [field.name for field in fields(ParallelLayout)]
-    keys = [name for name in names if name in type(section).model_fields]
+    keys = _layout_keys(type(section))
     return ParallelLayout(**{key: getattr(section, key) for key in keys})
+
+
+@functools.cache
+def _layout_keys(section: type[LayoutConfig]) -> tuple[str, ...]:
+    names = [field.name for field in fields(ParallelLayout)]
+    return tuple(name for name in names if name in section.model_fields)
 
 
 def replica_size(config: Config) -> int:

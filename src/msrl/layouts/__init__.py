@@ -1,0 +1,1 @@
+"""Search of the fastest parallel layout: device profiles, predicted seconds, layouts that fit."""
