@@ -34,7 +34,7 @@ COMMANDS = [
     ["cluster"], ["cluster", "up"], ["cluster", "join"], ["cluster", "status"], ["cluster", "down"],
     ["config"], ["config", "show"], ["config", "validate"], ["config", "schema"],
     ["config", "import"], ["report"], ["view"], ["diagnose"], ["diagnose", "mismatch"],
-    ["doctor"],
+    ["plan"], ["doctor"],
 ]  # fmt: skip
 HEAVY = ("torch", "vllm", "megatron", "ray", "transformers")
 

@@ -269,7 +269,7 @@ def test_validating_a_configuration_imports_no_heavy_package(tmp_path: Path) -> 
 
 
 # Packages that see a whole configuration. All others take sections or plain values.
-CONFIG_READERS = {"cli", "config", "importers", "checks", "plan", "workflows"}
+CONFIG_READERS = {"cli", "config", "importers", "layouts", "checks", "plan", "workflows"}
 
 
 def whole_configurations(module: ast.Module) -> Iterator[int]:

@@ -95,6 +95,18 @@ def find_errors(resolved: Resolved, plan: RunPlan) -> list[str]:
     return list(dict.fromkeys(redacted(line, resolved.config) for line in lines))
 
 
+def find_layout_errors(resolved: Resolved, plan: RunPlan) -> list[str]:
+    """Return one line for each error that depends on the parallel layout of a training."""
+    samples = check_grpo_batches if plan.has_rollouts else check_sft_batches
+    errors = [*check_devices(resolved), *samples(resolved)]
+    if not errors:
+        plan_checks = (check_model, check_recompute, check_indexer_loss)
+        if plan.has_rollouts:
+            plan_checks += (check_engines, check_roles)
+        errors = [line for plan_check in plan_checks for line in plan_check(resolved, plan)]
+    return errors
+
+
 def _all_checks(
     resolved: Resolved, command: str, plan: RunPlan | None
 ) -> Iterator[Callable[[], Iterable[str]]]:

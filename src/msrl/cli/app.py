@@ -22,6 +22,7 @@ from msrl.cli import (
     doctor,
     evaluate,
     generate,
+    plan,
     preprocess,
     report,
     serve,
@@ -48,6 +49,7 @@ STACK = (
 ORDER = (
     "convert-ckpt",
     "preprocess",
+    "plan",
     "train-sft",
     "train-dpo",
     "train-rm",
@@ -112,6 +114,7 @@ app = typer.Typer(
 )
 app.add_typer(convert.app, name="convert-ckpt")
 app.command(cls=Command, epilog=preprocess.EXAMPLES)(preprocess.preprocess)
+app.command(cls=Command, epilog=plan.EXAMPLES)(plan.plan)
 for training in train.TRAINING_COMMANDS:
     command = app.command(training.name, cls=Command, help=training.summary, epilog=training.epilog)
     command(train.training_function(training.name))

@@ -9,8 +9,8 @@
   network, whichever takes longer. Ranks are ordered as Megatron orders them: tensor, context and
   data parallel ranks, then pipeline stages; or ranks of an expert, expert parallel ranks, copies.
 - Hidden behind computation are: in the backward pass, what Megatron's linear layers overlap with
-  gradients; keys and values that travel around a ring; and, where the platform overlaps it, the
-  reduction of gradients behind the last backward pass.
+  gradients; keys and values that travel around a ring; and, where the platform overlaps them, the
+  reduction of gradients and the last backward pass.
 - Stages work as in Megatron's schedules (arXiv:2104.04473, section 2): m micro-batches take m times
   the slowest stage, and the others once, divided by the number of virtual stages.
 
@@ -30,7 +30,7 @@ from msrl.config.sections.train import TrainConfig
 from msrl.layouts.profile import Profile
 from msrl.memory.activations import LayerBytes, Pass, Spread, layer_bytes, saved_bytes
 from msrl.memory.communication import sent_bytes
-from msrl.memory.estimate import passes_in_flight
+from msrl.memory.estimate import gradient_bytes, passes_in_flight
 from msrl.memory.flops import attention_flops, head_weights, layer_weights
 from msrl.models.parallel_layout import ParallelLayout
 from msrl.models.shape import DeltaNet, Layer, Moe, Shape
@@ -45,8 +45,6 @@ _ATTENTION_BACKWARD = 2.5
 _BYTES_PER_LOGIT = 12  # written once, and read and written in float32 by the softmax
 # Bytes per parameter that AdamW moves: gradient, moments and master weight, and the new weight.
 _OPTIMIZER_BYTES = 4 + 2 * 12 + 2
-_STATE_BYTES = 8  # moments per parameter; master weights, which float32 lacks, are not counted
-_OFFLOADED_BYTES = 12
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,6 +164,8 @@ class CostModel:
         self._memory = profile.memory_bytes_per_s.value * share.memory.value
         self._links = profile.link_bytes_per_s.value * share.links.value
         self._network = profile.network_bytes_per_s.value * share.network.value
+        # AdamW's moments, and master weights of bfloat16 ones (`memory/states.py`).
+        self._state_bytes = 12 if job.dtype == "bfloat16" else 8
         linked = profile.linked_devices
         self._num_linked = job.devices_per_node if linked is None else int(linked.value)
         self._kinds = list(dict.fromkeys(job.shape.layers))
@@ -456,7 +456,7 @@ class CostModel:
         if layout not in self._held:
             shape, etp, ep = self._job.shape, layout.etp_size, layout.num_expert_groups
             vocabulary, last = shape.vocab_size * shape.hidden_size, layout.pp - 1
-            self._held[layout] = held = []
+            held = self._held[layout] = list[tuple[float, float]]()
             for stage, own in enumerate(self._stages(layout)):
                 layers = [self._kinds[kind] for chunk in own for kind in chunk]
                 dense = sum(sum(layer_weights(shape, layer)[:2]) for layer in layers)
@@ -473,30 +473,41 @@ class CostModel:
         copies = Group(ranks // layout.tp, layout.tp)
         return copies, Group(max(ranks // shard, 1), shard)
 
-    def least_state_bytes(self, train: TrainConfig) -> float:
-        """Return a lower bound of the states of the first stage, which takes no time to compute."""
-        job, layout, states = self._job, layout_from(train.parallel), 0.0
-        for group, size in zip(self._copies(layout), self._held_weights(layout)[0], strict=True):
-            states += size * job.element_bytes
+    def least_bytes(self, train: TrainConfig, *, saved: bool = True) -> float:
+        """Return a lower bound of the memory of the fullest rank, which takes no time to compute.
+
+        It covers states and, with `saved`, activations, of the first two stages: the first one
+        holds most micro-batches, but may have layers without experts.
+        """
+        layout = layout_from(train.parallel)
+        return max(
+            self._least_states(train, layout, stage)
+            + (self._least_activations(train, layout, stage) if saved else 0.0)
+            for stage in range(min(layout.pp, 2))
+        )
+
+    def _least_states(self, train: TrainConfig, layout: ParallelLayout, stage: int) -> float:
+        states, held = 0.0, self._held_weights(layout)[stage]
+        for group, size in zip(self._copies(layout), held, strict=True):
+            states += size * self._job.element_bytes
             if train.lora.rank is None and not train.freeze:
-                optimizer = 0 if train.offload.optimizer else _STATE_BYTES / group.size
+                optimizer = 0 if train.offload.optimizer else self._state_bytes / group.size
                 states += size * (_FP32_BYTES + optimizer)
         return states
 
-    def least_saved_bytes(self, train: TrainConfig) -> float:
-        """Return a lower bound of the activations of the first stage, as `least_state_bytes`."""
-        job, layout = self._job, layout_from(train.parallel)
+    def _least_activations(self, train: TrainConfig, layout: ParallelLayout, stage: int) -> float:
         num_batches, tokens = self.batches(train)
-        layers, saved = self._layer_times(self.sizes(train, tokens)), 0.0
-        kinds = [kind for chunk in self._stages(layout)[0] for kind in chunk]
+        layers, saved, working = self._layer_times(self.sizes(train, tokens)), 0.0, 0
+        kinds = [kind for chunk in self._stages(layout)[stage] for kind in chunk]
         for kind in set(kinds):
-            is_mixture = isinstance(self._kinds[kind].feed_forward, Moe)
-            size = saved_bytes([layers[kind].saved], train.recompute, (is_mixture,))[0]
+            is_mixture, layer = isinstance(self._kinds[kind].feed_forward, Moe), layers[kind].saved
+            size, again = saved_bytes([layer], train.recompute, (is_mixture,))
+            working = max(working, again + gradient_bytes([layer]))
             if train.recompute.granularity == "full":  # at most so many layers share an input
                 size /= train.recompute.layers
             saved += kinds.count(kind) * size
-        in_flight, num_virtual = passes_in_flight(layout, job.shape, 0, num_batches)
-        return saved * in_flight / num_virtual
+        counts = passes_in_flight(layout, self._job.shape, stage, num_batches)
+        return saved * counts[0] / counts[1] + working
 
     def _after(
         self, train: TrainConfig, layout: ParallelLayout, backward: float
@@ -516,7 +527,7 @@ class CostModel:
         optimizer = (_OPTIMIZER_BYTES * sharded + read) / self._memory
         if train.offload.optimizer:
             host = job.profile.host_bytes_per_s.value
-            optimizer += 2 * _OFFLOADED_BYTES * sharded / host
+            optimizer += 2 * self._state_bytes * sharded / host
         return {"DP communication": reduced + gathered, "optimizer": optimizer}
 
 

@@ -325,7 +325,7 @@ def _activations(plan: RunPlan, shape: Shape, stage: int, batch: Pass) -> tuple[
         ]
         mixtures = tuple(isinstance(layer.feed_forward, Moe) for layer in own)
         size, recomputed = saved_bytes(layers, plan.train.recompute, mixtures)
-        saved, working = saved + size, max(working, recomputed + _gradient_bytes(layers))
+        saved, working = saved + size, max(working, recomputed + gradient_bytes(layers))
     tokens = batch.num_tokens // spread.cp
     rotated = sum(rotary.channels for rotary in shape.rotaries)
     rotary_tables = 2 * tokens * rotated * batch.element_bytes
@@ -337,7 +337,7 @@ def _activations(plan: RunPlan, shape: Shape, stage: int, batch: Pass) -> tuple[
     return in_flight, working
 
 
-def _gradient_bytes(layers: list[LayerBytes]) -> int:
+def gradient_bytes(layers: list[LayerBytes]) -> int:
     """Return the bytes of gradients in a layer, about as many as its feed-forward block saves."""
     sizes = (layer.feed_forward + 2 * layer.input for layer in layers)
     return max(*sizes, *(layer.temporary for layer in layers), 0)
