@@ -16,13 +16,23 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 import yaml
 
 from msrl.data.dataset import PromptDataset
 from msrl.data.order import RowOrder
 from support import locate
 from test_train_grpo import all_logprobs, make_inputs, model_after, rollouts, settings
-from training_runs import Command, children, make_tmp, metrics, rows, run_training, write_config
+from training_runs import (
+    Command,
+    children,
+    make_tmp,
+    metrics,
+    rows,
+    run_training,
+    succeed,
+    write_config,
+)
 
 pytestmark = pytest.mark.slow
 STEPS, BATCH = 6, 4
@@ -101,6 +111,22 @@ def test_every_token_of_an_asynchronous_run_has_the_logprob_of_its_recorded_vers
         sampled = np.concatenate([row["logprobs"] for row in answers])
         assert np.abs(sampled - all_logprobs(model, answers)).max() < 1e-4
     assert {"perf/trainer_idle", "perf/engine_idle", "rollout/buffer_depth"} <= set(reports[0])
+
+
+@pytest.mark.full
+def test_an_asynchronous_run_is_trained_again_from_its_record(inputs: Path) -> None:
+    log = {"rollouts": "parquet"}
+    run = run_training(inputs, asynchronous(inputs, "recorded", {"max_staleness": 1}, log=log))
+    words = ("-c", str(run / "config.yaml"), "--from-rollouts", str(run), "--name", "replayed")
+    succeed("train-grpo", *words, log=inputs / "replayed.log")
+    for step in range(1, STEPS + 1):
+        before, after = (
+            model_after(inputs / "runs" / name, step, inputs / "untied", inputs)
+            for name in ("recorded", "replayed")
+        )
+        pairs = zip(before.parameters(), after.parameters(), strict=True)
+        assert all(torch.equal(first, second) for first, second in pairs)
+    assert metrics(run)[-1]["train/loss"] == metrics(inputs / "runs" / "replayed")[-1]["train/loss"]
 
 
 @pytest.mark.full
