@@ -128,6 +128,11 @@ def test_a_reference_with_its_own_weights_and_layout_scores_with_them(inputs: Pa
         expected = row_logprobs(teacher, row)
         assert record.reference_logprobs is not None
         assert np.abs(record.reference_logprobs[record.is_sampled] - expected).max() < 1e-4
+    # A replay of the record has the reference on the same devices.
+    words = ("-c", str(run / "config.yaml"), "--from-rollouts", str(run), "--name", "replayed")
+    succeed("train-grpo", *words, log=inputs / "replayed.log")
+    before, after = weights(run), weights(inputs / "runs" / "replayed")
+    assert all(np.array_equal(before[name], after[name]) for name in before)
 
 
 def test_the_rollout_record_has_the_values_of_every_token(inputs: Path, shared: Path) -> None:
