@@ -583,3 +583,32 @@ def test_256_clients_at_once_get_the_answers_of_one_after_the_other(folder: Path
     server.command.process.send_signal(signal.SIGTERM)
     assert server.command.wait() == 130
     assert together[::16] == alone and len(set(together)) > 16
+
+
+LOST = """
+    import subprocess, sys, time
+    named = "open('/proc/self/comm', 'w').write('VLLM::Engine'); import time; time.sleep(600)"
+    core = subprocess.Popen([sys.executable, "-c", named])
+    time.sleep(2.5)
+    core.kill()
+    core.wait()
+    print("(Worker pid=7) ERROR 12-01 [executor.py:1] the worker failed to start")
+    print("(Worker pid=7) ERROR 12-01 [executor.py:1]", sys.argv[1])
+    sys.exit(1)
+"""
+
+
+@pytest.mark.parametrize(
+    ("error", "fragments"),
+    [
+        ("BrokenPipeError: [Errno 32] Broken pipe", ("engine", "killed")),
+        ("ValueError: odd", ("code 1", "ValueError: odd")),
+    ],
+)
+def test_the_loss_of_an_engine_that_loads_is_one_message(error: str, fragments: tuple[str, ...]):
+    command = [sys.executable, "-c", textwrap.dedent(LOST), error]
+    with (
+        temporary.owned_folder("msrl-test-") as folder,
+        pytest.raises(RunFailedError, match=mentions(*fragments)),
+    ):
+        run_server(command, os.environ, folder, "http://127.0.0.1:9", pytest.fail)

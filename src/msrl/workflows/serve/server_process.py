@@ -10,7 +10,7 @@ import subprocess
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from pathlib import Path
 
 from msrl import temporary
@@ -27,7 +27,9 @@ _TAIL_LINES = 15
 # Errors of vLLM about its settings (ValueError, also of pydantic, and of argparse).
 _REFUSAL = re.compile(r"^(?:ValueError|pydantic\S*ValidationError|\S+\.py: error|\S+: error): (.+)")
 _ENGINE = "VLLM::"  # with which the names of its processes begin
-_ENGINE_ERROR = re.compile(r"^\((?:EngineCore|Worker)\w* pid=\d+\) ERROR ")
+_ENGINE_ERROR = re.compile(r"^(\((?:EngineCore|Worker)\w* pid=\d+\)) ERROR ")
+# With one of these, the last error of a process is about the loss of another one.
+_LOSSES = ("died unexpectedly", "BrokenPipeError:", "ConnectionResetError:", "EOFError")
 _PREFIX = re.compile(r"^\(\w+ pid=\d+\) ?")
 
 
@@ -176,7 +178,7 @@ def _failure(
     if refusals:
         return MsrlError(f"serve: vLLM refuses these settings: {refusals[-1]}")
     ended = engine.ended if process.returncode >= 0 else []
-    if ended and not any(map(_is_of_engine, output.lines)):
+    if ended and not _has_own_error(output.lines):
         pids = ", ".join(map(str, ended))
         return RunFailedError(
             f"The engine of the server (pid {pids}) crashed or was killed, for example by the "
@@ -189,6 +191,8 @@ def _failure(
     )
 
 
-def _is_of_engine(line: str) -> bool:
-    """Return True for an error of the engine, but not for the loss of one of its processes."""
-    return bool(_ENGINE_ERROR.match(line)) and "died unexpectedly" not in line
+def _has_own_error(lines: Iterable[str]) -> bool:
+    """Return True if a process of the engine failed, but not because another one was lost."""
+    matches = ((_ENGINE_ERROR.match(line), line) for line in lines)
+    last_errors = {match[1]: line for match, line in matches if match}
+    return any(not any(loss in line for loss in _LOSSES) for line in last_errors.values())
