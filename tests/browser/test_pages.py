@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+import test_view_images
 import view_runs
 from msrl import registry
 from msrl.workflows.view.build import View, write_folder, write_single_file
@@ -431,3 +432,19 @@ def test_the_tokens_of_each_sequence_of_an_episode_are_shown(tmp_path: Path, ope
     page.get_by_label("Sequence").select_option("1")
     page.wait_for_function("document.querySelectorAll('.tokens .tk').length === 3")
     assert page.problems == []
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_a_sample_shows_its_images(tmp_path: Path, open_page: Open, size: str):
+    run = view_runs.make_run(tmp_path / "grpo", num_steps=0)
+    test_view_images.write(run, test_view_images.BOTH)
+    write_folder([run], tmp_path / "view")
+    page = open_page(tmp_path / "view", "#/sample/0/rollout/1/0", size, bypass_csp=True)
+    page.wait_for_selector("main img")
+    screenshot(page, f"images-{size}")
+    widths = page.evaluate("[...document.querySelectorAll('main img')].map(i => i.naturalWidth)")
+    assert len(widths) == 2
+    assert all(widths)
+    assert page.problems == []
+    assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+    assert axe_faults(page) == []
