@@ -69,6 +69,13 @@ def test_the_users_variables_take_precedence(tmp_path):
     assert variables["ATB_MATMUL_SHUFFLE_K_ENABLE"] == "0"
 
 
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    """Folder of a model, whose class decides on variables of its engine."""
+    (tmp_path / "config.json").write_text('{"architectures": ["Qwen2ForCausalLM"]}')
+    return tmp_path
+
+
 @pytest.mark.parametrize(
     ("inherited", "used"),
     [
@@ -77,9 +84,11 @@ def test_the_users_variables_take_precedence(tmp_path):
         ("expandable_segments : True,page_size:1g", "page_size:1g"),
     ],
 )
-def test_an_engine_that_sleeps_gets_no_expandable_segments(monkeypatch, capsys, inherited, used):
+def test_an_engine_that_sleeps_gets_no_expandable_segments(
+    monkeypatch, capsys, model, inherited, used
+):
     monkeypatch.setattr(os, "environ", {"PYTORCH_NPU_ALLOC_CONF": inherited})
-    _prepare_environment(NPU, EngineSettings(Path("model"), EngineConfig()))
+    _prepare_environment(NPU, EngineSettings(model, EngineConfig()))
     assert os.environ.get("PYTORCH_NPU_ALLOC_CONF", "") == used
     # vllm-ascend 0.23 appends to an empty value, and torch_npu cannot parse the result.
     assert used or "PYTORCH_NPU_ALLOC_CONF" not in os.environ
@@ -92,10 +101,12 @@ def test_ranks_keep_expandable_segments():
     assert not get("cpu").engine_overrides({"PYTORCH_NPU_ALLOC_CONF": "expandable_segments:True"})
 
 
-def test_an_engine_loads_weights_in_the_plain_layout_and_captures_graphs(monkeypatch, capsys):
+def test_an_engine_loads_weights_in_the_plain_layout_and_captures_graphs(
+    monkeypatch, capsys, model
+):
     variables = {"VLLM_ASCEND_ENABLE_NZ": "1", "TASK_QUEUE_ENABLE": "2"}
     monkeypatch.setattr(os, "environ", dict(variables))
-    _prepare_environment(NPU, EngineSettings(Path("model"), EngineConfig()))
+    _prepare_environment(NPU, EngineSettings(model, EngineConfig()))
     assert os.environ["VLLM_ASCEND_ENABLE_NZ"] == "0" and os.environ["TASK_QUEUE_ENABLE"] == "1"
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == 2 and all(f"{k}={v}" in "\n".join(lines) for k, v in variables.items())

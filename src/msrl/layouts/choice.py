@@ -16,6 +16,7 @@ from msrl.memory.estimate import bytes_text
 from msrl.memory.states import logits_bytes
 from msrl.plan.run_plan import RunPlan, resolve
 from msrl.platforms import get
+from msrl.tracking.tables import table_lines
 
 _COMMAND = "train-sft"
 _MORE_DEVICES = (2, 4, 8, 16)
@@ -216,14 +217,14 @@ def lines(choice: Choice) -> Iterator[str]:
     names += ["file"] * (len(layouts) - len(names))
     rows = [_row(name, layout, choice) for name, layout in zip(names, layouts, strict=True)]
     head = ("", "layout", "micro-batch", "recompute", "memory", "s/step", "tokens/s/device")
-    yield from _table([head, *rows])
+    yield from table_lines([head, *rows])
     yield ""
     if choice.own is None:
         yield "The layout of the configuration is not legal on these devices, or does not fit."
         yield ""
     yield "seconds per step"
     parts = [name for name in layouts[0].update.parts if any(x.update.parts[name] for x in layouts)]
-    yield from _table(
+    yield from table_lines(
         [
             ("", *names),
             *((part, *(f"{x.update.parts[part]:.2f}" for x in layouts)) for part in parts),
@@ -255,13 +256,6 @@ def _row(name: str, layout: Layout, choice: Choice) -> tuple[str, ...]:
         *(name, layout_text(train), micro_batch, train.recompute.granularity),
         *(bytes_text(layout.memory.peak), f"{update.seconds:.2f}", f"{rate:,.0f}"),
     )
-
-
-def _table(rows: Sequence[tuple[str, ...]]) -> Iterator[str]:
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for row in rows:
-        cells = (cell.ljust(width) for cell, width in zip(row, widths, strict=True))
-        yield f"  {'  '.join(cells)}".rstrip()
 
 
 def _reason(layout: Layout, limit: float) -> str:

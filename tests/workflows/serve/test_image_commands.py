@@ -25,6 +25,7 @@ from msrl.types import Prompt, SamplingParams
 from msrl.vision.settings import read_vision_settings
 from msrl.workflows import preprocess
 from msrl.workflows.engine import choose_renderer
+from msrl.workflows.evaluate import engines
 from msrl.workflows.evaluate import run as evaluation
 from msrl.workflows.serve.chat import ChatPrompts, converse
 from msrl.workflows.serve.images import ImagePrompts
@@ -87,7 +88,7 @@ def test_rows_with_images_are_evaluated(
         started.append(settings)
         yield engine
 
-    monkeypatch.setattr(evaluation, "running_engine", running)
+    monkeypatch.setattr(engines, "running_engine", running)
     values: dict[str, Any] = {
         "model": {"dtype": "float32"},
         "data": {"eval": str(folder / "held")},

@@ -220,7 +220,7 @@ def test_a_replay_starts_no_engine_and_imports_no_vllm(inputs: Path) -> None:
         ("grpo", ["algo.advantage.estimator=remax"], ["remax", "greedy responses"]),
         ("grpo", ["environment.name=single_turn"], ["environment", "no episodes"]),
         ("grpo", ["train.steps=4"], ["train.steps=4", "has 3 steps", "train.epochs"]),
-        ("episodes", ["environment=null"], ["environment", "has episodes"]),
+        ("episodes", ["environment=null"], ["environment.name", "episodes"]),
     ],
 )
 def test_settings_that_do_not_fit_the_record_are_refused(
