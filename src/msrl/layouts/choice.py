@@ -36,7 +36,7 @@ _CAUSES = {
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What a user asks for. `tokens` is the mean length of an example, if it is set."""
+    """Request of a user. `tokens` is the mean length of an example, if it is set."""
 
     devices: Devices
     profile: Profile

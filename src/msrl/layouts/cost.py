@@ -110,7 +110,7 @@ class Group(NamedTuple):
 
 
 class Sizes(NamedTuple):
-    """What the time of a layer depends on: a micro-batch and the ranks that share it."""
+    """Values that determine the time of a layer: a micro-batch, and the ranks that share it."""
 
     batch: Pass
     spread: Spread

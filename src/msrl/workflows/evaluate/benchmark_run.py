@@ -9,7 +9,6 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,12 +16,17 @@ from msrl.config.schema import Config
 from msrl.errors import MsrlError
 from msrl.limits import print_note
 from msrl.plan.run_plan import RunPlan
-from msrl.rollout.engine import EngineSettings
 from msrl.tracking.progress import duration_text, progress
 from msrl.types import SamplingParams
-from msrl.workflows.engine import check_engine, engine_settings
+from msrl.workflows.engine import check_engine
 from msrl.workflows.evaluate.checkpoints import Checkpoint, find_checkpoints
-from msrl.workflows.evaluate.engines import EvaluatedModel, SharedEngine, labeled, model_plan
+from msrl.workflows.evaluate.engines import (
+    EvaluatedModel,
+    SharedEngine,
+    evaluation_settings,
+    labeled,
+    model_plan,
+)
 from msrl.workflows.evaluate.harness import outcome, tasks
 from msrl.workflows.evaluate.harness.benchmark import Benchmark
 from msrl.workflows.evaluate.harness.requests import Questions, Size
@@ -113,7 +117,7 @@ def prepare(config: Config) -> BenchmarkSetup:
     count = max(size.count for each in sizes.values() for size in each.values())
     for plan in plans:
         _check_lengths(plan, sizes[plan.tokenizer_dir], sampling.max_tokens)
-        check_engine(config, _engine_settings(longest, count, plan, plan.model.hf_dir))
+        check_engine(config, evaluation_settings(plan, plan.model.hf_dir, longest, count))
     settings = _settings(config, sampling, harness, benchmarks)
     results = ResultFolder(
         Path(config.evaluate.output), settings, overwrite=config.evaluate.overwrite
@@ -230,21 +234,6 @@ def _check_lengths(plan: RunPlan, sizes: Mapping[str, Size], limit: int) -> None
             )
 
 
-def _engine_settings(
-    longest: int, num_requests: int, plan: RunPlan, hf_dir: Path
-) -> EngineSettings:
-    settings = engine_settings(
-        plan.config,
-        hf_dir,
-        dtype=plan.dtype,
-        logits_dtype=plan.config.model.logits_dtype,
-        max_model_len=longest,
-        max_num_seqs=num_requests,
-        random_weights=True,
-    )
-    return replace(settings, tokenizer_dir=plan.tokenizer_dir)
-
-
 def _settings(
     config: Config,
     sampling: SamplingParams,
@@ -284,8 +273,8 @@ def run(config: Config) -> None:
             for name in setup.names
             if name in model.finished
         ]
-        make_settings = partial(_engine_settings, setup.longest, max(setup.num_requests.values()))
-        with reported(setup.results, finished), SharedEngine(make_settings) as shared:
+        limits = setup.longest, max(setup.num_requests.values())
+        with reported(setup.results, finished), SharedEngine(*limits) as shared:
             for model in setup.models:
                 _evaluate_model(setup, model, shared)
     show(setup.results)

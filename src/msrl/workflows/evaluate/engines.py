@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,7 +13,7 @@ from msrl.data.tokenizer import open_tokenizer, vocab_hash
 from msrl.models.shape import Shape
 from msrl.plan.run_plan import RunPlan, resolve
 from msrl.rollout.engine import EngineSettings
-from msrl.workflows.engine import hf_weights, running_engine
+from msrl.workflows.engine import data_images, engine_settings, hf_weights, running_engine
 from msrl.workflows.evaluate.checkpoints import (
     Checkpoint,
     digest,
@@ -59,14 +59,27 @@ def labeled(
     return list(zip(named, plans, digests, strict=True))
 
 
+def evaluation_settings(
+    plan: RunPlan, hf_dir: Path, max_model_len: int, max_num_seqs: int
+) -> EngineSettings:
+    """Return the settings of an engine that gets the weights of one checkpoint after the other."""
+    settings = engine_settings(
+        plan.config,
+        hf_dir,
+        dtype=plan.dtype,
+        logits_dtype=plan.config.model.logits_dtype,
+        max_model_len=max_model_len,
+        max_num_seqs=max_num_seqs,
+        random_weights=True,
+    )
+    return replace(settings, tokenizer_dir=plan.tokenizer_dir, images=data_images(plan))
+
+
 class SharedEngine:
-    """Context with one engine, which is replaced for a checkpoint of another shape.
+    """Context with one engine, which is replaced for a checkpoint of another shape."""
 
-    `settings` returns the settings of an engine for a plan and the folder of its config.json.
-    """
-
-    def __init__(self, settings: Callable[[RunPlan, Path], EngineSettings]) -> None:
-        self._settings = settings
+    def __init__(self, max_model_len: int, max_num_seqs: int) -> None:
+        self._limits = max_model_len, max_num_seqs
         self._current: tuple[tuple[Shape, str], VllmEngine] | None = None
         self._stack = ExitStack()
 
@@ -86,7 +99,7 @@ class SharedEngine:
             engine.load_weights(hf_weights(source))
             return engine
         self._stack.close()
-        settings = self._settings(plan, source.hf_dir)
+        settings = evaluation_settings(plan, source.hf_dir, *self._limits)
         engine = self._stack.enter_context(running_engine(plan.config, source, settings))
         self._current = kind, engine
         return engine

@@ -9,8 +9,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
-from functools import partial
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -30,19 +29,21 @@ from msrl.plan.run_plan import RunPlan
 from msrl.platforms.base import Platform
 from msrl.registry import own
 from msrl.rewards.score import Scorer, Scores, Source, check_functions
-from msrl.rollout.engine import EngineSettings, check_stops
+from msrl.rollout.engine import check_stops
 from msrl.rollout.episodes.settings import EpisodeSettings
 from msrl.rollout.runtime.episode_sampler import EpisodeSampler
 from msrl.tracking.progress import duration_text, progress
 from msrl.types import Prompt, RolloutGroup, SamplingParams
-from msrl.workflows.engine import (
-    check_engine,
-    data_images,
-    engine_settings,
-)
+from msrl.workflows.engine import check_engine
 from msrl.workflows.episodes.setup import episode_settings, running_pool
 from msrl.workflows.evaluate.checkpoints import Checkpoint, find_checkpoints
-from msrl.workflows.evaluate.engines import EvaluatedModel, SharedEngine, labeled, model_plan
+from msrl.workflows.evaluate.engines import (
+    EvaluatedModel,
+    SharedEngine,
+    evaluation_settings,
+    labeled,
+    model_plan,
+)
 from msrl.workflows.evaluate.results import Result, ResultFolder, reported, show
 from msrl.workflows.rl.evaluation import (
     eval_sampling,
@@ -97,11 +98,10 @@ def prepare(config: Config) -> EvaluationSetup:
     stop_section = "rollout" if config.eval.sampling.stop is None else "eval"
     check_stops(f"{stop_section}.sampling.stop", sampling.stop, tokenizer)
     longest = _longest_prompt(config, prompts)
+    limits = _engine_limits(longest, len(prompts), sampling)
     for plan in plans:
         _check_lengths(plan, longest, sampling)
-        check_engine(
-            config, _engine_settings(plan, plan.model.hf_dir, longest, len(prompts), sampling)
-        )
+        check_engine(config, evaluation_settings(plan, plan.model.hf_dir, *limits))
     check_functions([Source.of(section) for section in config.reward.sources])
     results = ResultFolder(
         Path(config.evaluate.output),
@@ -237,9 +237,10 @@ def run(config: Config) -> None:
 def _evaluate_pending(setup: EvaluationSetup, platform: Platform) -> None:
     if not setup.pending:
         return
+    limits = _engine_limits(setup.longest_prompt, len(setup.prompts), setup.sampling)
     with (
         running_pool(setup.episodes) as pool,
-        SharedEngine(partial(_settings_for, setup)) as shared,
+        SharedEngine(*limits) as shared,
         make_scorer(setup.models[0].plan, setup.tokenizer, platform) as scorer,
     ):
         for model in setup.pending:
@@ -271,23 +272,11 @@ class ResponseSource(Protocol):
         ...
 
 
-def _settings_for(setup: EvaluationSetup, plan: RunPlan, hf_dir: Path) -> EngineSettings:
-    return _engine_settings(plan, hf_dir, setup.longest_prompt, len(setup.prompts), setup.sampling)
-
-
-def _engine_settings(
-    plan: RunPlan, hf_dir: Path, longest_prompt: int, num_prompts: int, sampling: SamplingParams
-) -> EngineSettings:
-    settings = engine_settings(
-        plan.config,
-        hf_dir,
-        dtype=plan.dtype,
-        logits_dtype=plan.config.model.logits_dtype,
-        max_model_len=longest_prompt + sampling.max_tokens,
-        max_num_seqs=num_prompts * sampling.num_samples,
-        random_weights=True,
-    )
-    return replace(settings, tokenizer_dir=plan.tokenizer_dir, images=data_images(plan))
+def _engine_limits(
+    longest_prompt: int, num_prompts: int, sampling: SamplingParams
+) -> tuple[int, int]:
+    """Return the lengths and the number of sequences of an engine that answers all prompts."""
+    return longest_prompt + sampling.max_tokens, num_prompts * sampling.num_samples
 
 
 def _evaluate(

@@ -26,7 +26,7 @@ class Size:
 
 
 @dataclass(frozen=True, slots=True)
-class Answers:
+class BenchmarkAnswers:
     """Results of the harness.
 
     Attributes:
@@ -100,7 +100,7 @@ class Questions:
         engine: VllmEngine,
         policy_version: int,
         on_finished: Callable[[int], object],
-    ) -> Answers:
+    ) -> BenchmarkAnswers:
         """Return the results of the harness with the answers of an engine."""
         from msrl.workflows.evaluate.harness.model import EngineModel
 
@@ -117,7 +117,9 @@ class Questions:
                 confirm_run_unsafe_code=self.loaded.benchmark.runs_code,  # in the sandbox
             )
         counts = model.counts
-        return Answers(results["results"], results["samples"], counts.answers, counts.truncated)
+        return BenchmarkAnswers(
+            results["results"], results["samples"], counts.answers, counts.truncated
+        )
 
 
 def _check_targets(name: str, task: Any) -> None:
