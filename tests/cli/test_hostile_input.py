@@ -241,7 +241,8 @@ def test_a_hostile_script_is_one_message(
     monkeypatch: pytest.MonkeyPatch,
     capfd: pytest.CaptureFixture[str],
 ):
-    monkeypatch.setattr("msrl.limits.IMPORT_LIMIT_S", 0.5)
+    if keyword == "longer":
+        monkeypatch.setattr("msrl.limits.IMPORT_LIMIT_S", 0.5)
     script = tmp_path / "run.sh"
     script.write_text(text)
     assert msrl("config", "import", "--from", "mindspeed-llm", str(script)) == 2
