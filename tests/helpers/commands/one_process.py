@@ -4,6 +4,7 @@ processes. Transfers between processes, Ray and restarts have their own tests.
 
 from __future__ import annotations
 
+import os
 import tempfile
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
@@ -73,7 +74,7 @@ class OneWorker(FakeWorkers):
 
     def rendezvous(self) -> str:
         """Return the path of a new store."""
-        return f"file://{tempfile.mkdtemp(dir=Path.cwd())}/store"
+        return f"file://{tempfile.mkdtemp(dir=os.environ['MPLCONFIGDIR'])}/store"
 
     def begin_each(self, method: str, arguments: Mapping[int, Sequence[Any]]) -> Calls:
         return Calls({n: getattr(self._worker, method)(*own) for n, own in arguments.items()})
