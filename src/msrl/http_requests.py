@@ -22,8 +22,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from msrl.config.interpolate import with_environment
-from msrl.config.secrets import without_environment
+from msrl.config.variables import with_environment, without_environment
 
 MAX_PAUSE_S = 30.0
 MAX_ANSWER_BYTES = 256 << 20

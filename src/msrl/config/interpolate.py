@@ -2,7 +2,7 @@
 
 The environment may contain secrets. A value that uses it keeps its reference, which is written and
 printed in place of the value (`config/secrets.py`). In addresses, headers and keys of requests,
-`${env:NAME}` is checked but not replaced: the sender resolves it with `with_environment`.
+`${env:NAME}` is checked but not replaced: the sender resolves it (`config/variables.py`).
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from msrl.errors import MsrlError, did_you_mean, similar
 from msrl.limits import whole_number
 
 _REFERENCE = re.compile(r"\$\$\{|\$\{([^{}]*)\}")
-_VARIABLE = re.compile(r"\$\{env:([^{}]*)\}")
 _MAX_VALUES = 20_000  # that references insert
 _MAX_CHARS = 10_000_000
 _MAX_HINTS = 10
@@ -26,15 +25,6 @@ _MAX_LEVELS = 50  # of references to values with references
 _RESOLVED_BY_SENDER = re.compile(
     r"\.headers\.[^.]+$|^reward\.sources\.\d+\.url$|^algo\.distill\.teachers\.\d+\.(url|api_key)$"
 )
-
-
-def with_environment(text: str) -> str:
-    """Return a text with `${env:NAME}` replaced by the values of the environment variables.
-
-    Raises:
-        KeyError: a variable is not set.
-    """
-    return _VARIABLE.sub(lambda match: os.environ[match[1].strip()], text)
 
 
 class Interpolation:

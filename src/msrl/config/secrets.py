@@ -6,7 +6,6 @@ Numbers and booleans of keys with a fixed type are no secrets and are written as
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Mapping
 from typing import Any, cast
@@ -14,10 +13,9 @@ from typing import Any, cast
 from pydantic import BaseModel
 
 from msrl.config.schema import Config
+from msrl.config.variables import without_environment
 
-_VARIABLE = re.compile(r"\$\{env:([^{}]*)\}")
 _UNTYPED = re.compile(r"(^|\.)(options|env)(\.|$)")
-_MIN_SECRET = 6  # shorter values are not replaced in texts, where they may be ordinary words
 
 
 def written_references(config: Config, references: Mapping[str, str]) -> dict[str, str]:
@@ -76,20 +74,6 @@ def _plain(value: Any) -> Any:
 def redacted(text: str, config: Config) -> str:
     """Return a text with the values of the configuration's environment variables replaced."""
     return without_environment(text, " ".join(config.references.values()))
-
-
-def without_environment(text: str, template: str) -> str:
-    """Return a text in which the values of the variables of `template` are references again.
-
-    >>> without_environment(f"no file {os.environ['PATH']}", "${env:PATH}/x")
-    'no file ${env:PATH}'
-    """
-    names = {name.strip() for name in _VARIABLE.findall(template)}
-    values = {os.environ.get(name, ""): name for name in sorted(names)}
-    for value in sorted(values, key=len, reverse=True):
-        if len(value) >= _MIN_SECRET:
-            text = text.replace(value, f"${{env:{values[value]}}}")
-    return text
 
 
 def _recorded(value: Any, path: str, references: Mapping[str, str]) -> Any:

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 from urllib.parse import urlsplit
 
-from msrl.config.interpolate import with_environment
+from msrl.config.variables import with_environment
 from msrl.errors import MsrlError
 from msrl.http_requests import RemoteError, Server, post_json
 from msrl.rewards.pool import CallResult

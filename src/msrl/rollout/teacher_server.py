@@ -15,8 +15,8 @@ from typing import Any, cast
 
 import numpy as np
 
-from msrl.config.interpolate import with_environment
 from msrl.config.sections.algo import TeacherConfig
+from msrl.config.variables import with_environment
 from msrl.errors import MsrlError
 from msrl.http_requests import RemoteError, Server, get_json, post_json
 from msrl.rewards.remote import HEADER_TEXT, address_refusal
