@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import random
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -33,27 +34,54 @@ NEEDS_A_SANDBOX = {"python_tool"}
 SLOW = {"mcp", "endpoint", "textarena"}  # their packages take seconds to import
 PACKAGES = ("mcp", "textarena")
 OPPONENT = locate("textarena_opponent.py")
-SCRIPTS = [
-    pytest.param(name, marks=pytest.mark.slow if name in SLOW else ()) for name in ENVIRONMENTS
-]
 
 
 def text(reply: Opening | StepResult) -> str:
     return "\n".join(message.content for message in reply.messages)
 
 
-@pytest.mark.parametrize("name", SCRIPTS)
-def test_an_environment_plays_its_scripted_episode(name: str, monkeypatch: pytest.MonkeyPatch):
+@pytest.fixture(scope="module")
+def quick_environments() -> Iterator[EnvironmentPool]:
+    """Start one process that loads all environments whose packages are quick to import."""
+    sources = {
+        name: EnvironmentSource(name, options=script.options, timeout_s=HANG_S)
+        for name, script in ENVIRONMENTS.items()
+        if name not in SLOW and (not script.package or importlib.util.find_spec(script.package))
+    }
+    with EnvironmentPool(sources) as environments:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.chdir(ROOT)
+            environments.start()
+        yield environments
+
+
+@pytest.mark.parametrize("name", [name for name in ENVIRONMENTS if name not in SLOW])
+def test_an_environment_plays_its_scripted_episode(name: str, quick_environments: EnvironmentPool):
+    if name in NEEDS_A_SANDBOX and (reason := sandbox.refusal()):
+        pytest.skip(reason)
+    if ENVIRONMENTS[name].package:
+        pytest.importorskip(ENVIRONMENTS[name].package)
+    play(name, quick_environments)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", sorted(SLOW & {*ENVIRONMENTS}))
+def test_an_environment_with_a_large_package_plays_its_scripted_episode(
+    name: str, monkeypatch: pytest.MonkeyPatch
+):
     script = ENVIRONMENTS[name]
     if script.package:
         pytest.importorskip(script.package)
-    if name in NEEDS_A_SANDBOX and (reason := sandbox.refusal()):
-        pytest.skip(reason)
     monkeypatch.chdir(ROOT)
     source = EnvironmentSource(name, options=script.options, timeout_s=HANG_S)
     with EnvironmentPool({name: source}) as environments:
-        opening = environments.open("episode", dict(script.row)).result(HANG_S)
-        steps = [environments.step("episode", a).result(HANG_S) for a in script.answers]
+        play(name, environments)
+
+
+def play(name: str, environments: EnvironmentPool) -> None:
+    script = ENVIRONMENTS[name]
+    opening = environments.open(name, {**script.row, "environment": name}).result(HANG_S)
+    steps = [environments.step(name, answer).result(HANG_S) for answer in script.answers]
     check(script, opening, steps)
 
 
@@ -235,6 +263,7 @@ def test_bm25_prefers_rare_words_and_short_texts():
     assert index.search("fish", 3) == []
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize(
     ("name", "options", "keywords"),
     [

@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import time
+from collections.abc import Iterator
 from concurrent.futures import Future, wait
 from pathlib import Path
 from types import SimpleNamespace
@@ -38,27 +39,46 @@ def pool(source: EnvironmentSource, **settings) -> EnvironmentPool:
     return EnvironmentPool({"it": source}, **settings)
 
 
+@pytest.fixture(scope="module")
+def shared() -> Iterator[EnvironmentPool]:
+    """Start a process for the tests that neither end it nor count all faults."""
+    with pool(moody(greeting="hi")) as environments:
+        yield environments
+
+
+@pytest.fixture(scope="module")
+def tools() -> Iterator[EnvironmentPool]:
+    with pool(toolbox()) as environments:
+        yield environments
+
+
+@pytest.fixture
+def episode(request: pytest.FixtureRequest) -> str:
+    """Return a name that no other test gives to its episode."""
+    return request.node.name
+
+
 def fault(future: Future) -> EpisodeFault:
     result = future.result(HANG_S)
     assert isinstance(result, EpisodeFault), result
     return result
 
 
-def test_an_episode_keeps_its_state_between_steps():
-    with pool(moody(greeting="hi")) as environments:
-        opening = environments.open("a", {"index": 3}).result(HANG_S)
-        assert opening == Opening([Message("user", "hi 3")])
-        results = [environments.step("a", text).result(HANG_S) for text in ("x", "y", "end")]
-        assert [r.messages[0].content for r in results] == ["x 1", "y 2", "end 3"]
-        assert [(r.reward, r.done) for r in results] == [(1.0, False), (1.0, False), (1.0, True)]
-        assert environments.fault_counts == {}
+def test_an_episode_keeps_its_state_between_steps(shared: EnvironmentPool, episode: str):
+    before = dict(shared.fault_counts)
+    opening = shared.open(episode, {"index": 3}).result(HANG_S)
+    assert opening == Opening([Message("user", "hi 3")])
+    results = [shared.step(episode, text).result(HANG_S) for text in ("x", "y", "end")]
+    assert [r.messages[0].content for r in results] == ["x 1", "y 2", "end 3"]
+    assert [(r.reward, r.done) for r in results] == [(1.0, False), (1.0, False), (1.0, True)]
+    assert shared.fault_counts == before
 
 
-def test_every_episode_has_a_process_of_its_own():
-    with pool(moody()) as environments:
-        for name in "ab":
-            environments.open(name, {}).result(HANG_S)
-        pids = {environments.step(name, "x").result(HANG_S).info["pid"] for name in "ab"}
+def test_every_episode_has_a_process_of_its_own(shared: EnvironmentPool, episode: str):
+    names = [f"{episode} {number}" for number in range(2)]
+    for name in names:
+        shared.open(name, {}).result(HANG_S)
+    pids = {shared.step(name, "x").result(HANG_S).info["pid"] for name in names}
     assert len(pids) == 2 and os.getpid() not in pids
 
 
@@ -97,8 +117,8 @@ def test_hosts_without_a_proxy_keep_their_meaning():
         ("call number", "invalid", "tool_calls"),
     ],
 )
-def test_a_fault_ends_its_episode_with_a_counted_reason(faulty, mood, reason, keyword):
-    environments, before = faulty, dict(faulty.fault_counts)
+def test_a_fault_ends_its_episode_with_a_counted_reason(shared, mood, reason, keyword):
+    environments, before = shared, dict(shared.fault_counts)
     environments.open(mood, {}).result(HANG_S)
     environments.open(f"neighbor of {mood}", {}).result(HANG_S)
     result = fault(environments.step(mood, mood))
@@ -107,12 +127,6 @@ def test_a_fault_ends_its_episode_with_a_counted_reason(faulty, mood, reason, ke
     assert fault(environments.step(mood, "again")) == result
     assert environments.step(f"neighbor of {mood}", "x").result(HANG_S).reward == 1.0
     assert environments.fault_counts[reason] == before.get(reason, 0) + 1
-
-
-@pytest.fixture(scope="module")
-def faulty():
-    with pool(moody()) as environments:
-        yield environments
 
 
 def test_the_memory_limit_begins_at_the_size_of_the_loaded_environments(
@@ -128,15 +142,15 @@ def test_the_memory_limit_begins_at_the_size_of_the_loaded_environments(
 
 
 @pytest.mark.parametrize("mood", ["hang", "ignore signals"])
-def test_a_call_over_the_time_limit_is_killed_with_its_children(mood):
-    with pool(moody()) as environments:
-        environments.open("a", {}).result(HANG_S)
-        pid = environments.step("a", "x").result(HANG_S).info["pid"]
-        environments._episodes["a"].timeout_s = 0.5
-        assert fault(environments.step("a", mood)).reason == "timeout"
-        assert_ends(pid)
-        assert environments.open("b", {}).result(HANG_S).messages
-        assert environments.fault_counts == {"timeout": 1}
+def test_a_call_over_the_time_limit_is_killed_with_its_children(shared, episode, mood):
+    before = shared.fault_counts.get("timeout", 0)
+    shared.open(episode, {}).result(HANG_S)
+    pid = shared.step(episode, "x").result(HANG_S).info["pid"]
+    shared._episodes[episode].timeout_s = 0.5
+    assert fault(shared.step(episode, mood)).reason == "timeout"
+    assert_ends(pid)
+    assert shared.open(f"after {episode}", {}).result(HANG_S).messages
+    assert shared.fault_counts["timeout"] == before + 1
 
 
 def test_a_reply_that_is_not_read_yet_is_no_timeout(monkeypatch):
@@ -181,25 +195,24 @@ def session(path: Path) -> int:
     return 0 if state == "Z" else int(fields[2])
 
 
-def test_a_fault_of_reset_is_the_result_of_open():
+def test_a_fault_of_reset_is_the_result_of_open(shared, episode):
     with pool(moody(timeout_s=0.5)) as environments:
         assert fault(environments.open("a", {"mood": "hang"})).reason == "timeout"
-    with pool(moody()) as environments:
-        assert fault(environments.open("a", {"mood": "raise"})).reason == "error"
+    assert fault(shared.open(episode, {"mood": "raise"})).reason == "error"
 
 
-def test_closing_an_episode_ends_its_process_and_cancels_its_call():
-    with pool(moody()) as environments:
-        environments.open("a", {}).result(HANG_S)
-        pid = environments.step("a", "x").result(HANG_S).info["pid"]
-        running = environments.step("a", "hang")
-        environments.close("a")
-        wait([running], HANG_S)
-        assert running.cancelled()
-        assert_ends(pid)
-        environments.close("a")
-        assert environments.open("a", {}).result(HANG_S).messages
-        assert environments.fault_counts == {}
+def test_closing_an_episode_ends_its_process_and_cancels_its_call(shared, episode):
+    before = dict(shared.fault_counts)
+    shared.open(episode, {}).result(HANG_S)
+    pid = shared.step(episode, "x").result(HANG_S).info["pid"]
+    running = shared.step(episode, "hang")
+    shared.close(episode)
+    wait([running], HANG_S)
+    assert running.cancelled()
+    assert_ends(pid)
+    shared.close(episode)
+    assert shared.open(episode, {}).result(HANG_S).messages
+    assert shared.fault_counts == before
 
 
 def test_stopping_the_pool_ends_all_processes():
@@ -241,7 +254,7 @@ KILL = "os.kill(os.getpid(), signal.SIGKILL)"
 
 
 def test_a_fork_server_that_is_killed_while_it_loads_is_replaced(tmp_path: Path):
-    with pool(write_failing(tmp_path, KILL, 3)) as environments:
+    with pool(write_failing(tmp_path, KILL, 1)) as environments:
         environments.start()
         assert environments.open("a", {}).result(HANG_S).messages
 
@@ -255,14 +268,14 @@ def test_a_fork_server_that_cannot_load_is_a_user_error(tmp_path: Path, action, 
     assert len((tmp_path / "count").read_text()) == num_starts
 
 
-def test_a_process_that_is_killed_from_outside_is_lost():
-    with pool(moody()) as environments:
-        environments.open("a", {}).result(HANG_S)
-        pid = environments.step("a", "x").result(HANG_S).info["pid"]
-        running = environments.step("a", "hang")
-        os.kill(pid, signal.SIGKILL)
-        assert fault(running).reason == "lost"
-        assert environments.fault_counts == {"lost": 1}
+def test_a_process_that_is_killed_from_outside_is_lost(shared, episode):
+    before = shared.fault_counts.get("lost", 0)
+    shared.open(episode, {}).result(HANG_S)
+    pid = shared.step(episode, "x").result(HANG_S).info["pid"]
+    running = shared.step(episode, "hang")
+    os.kill(pid, signal.SIGKILL)
+    assert fault(running).reason == "lost"
+    assert shared.fault_counts["lost"] == before + 1
 
 
 def test_slow_calls_run_at_the_same_time_up_to_the_limit():
@@ -272,6 +285,7 @@ def test_slow_calls_run_at_the_same_time_up_to_the_limit():
         assert all(isinstance(future.result(HANG_S), Opening) for future in openings)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("source", "keyword"),
     [
@@ -318,15 +332,14 @@ def call(mood: str) -> str:
     return hermes.render([ToolCall("do", {"mood": mood})])
 
 
-def test_a_tool_that_raises_is_an_observation():
-    with pool(toolbox()) as environments:
-        opening = environments.open("a", {}).result(HANG_S)
-        assert opening.tools[0]["function"]["name"] == "do"
-        result = environments.step("a", call("raise")).result(HANG_S)
-        assert_mentions(result.messages[0].content, "RuntimeError")
-        assert len(result.messages[0].content) < 1200
-        assert result.info["tool_calls"][0]["error"] == "raised"
-        assert environments.step("a", "done").result(HANG_S).done
+def test_a_tool_that_raises_is_an_observation(tools, episode):
+    opening = tools.open(episode, {}).result(HANG_S)
+    assert opening.tools[0]["function"]["name"] == "do"
+    result = tools.step(episode, call("raise")).result(HANG_S)
+    assert_mentions(result.messages[0].content, "RuntimeError")
+    assert len(result.messages[0].content) < 1200
+    assert result.info["tool_calls"][0]["error"] == "raised"
+    assert tools.step(episode, "done").result(HANG_S).done
 
 
 @pytest.mark.parametrize(("opens_thought", "done"), [(True, True), (False, False)])
@@ -339,38 +352,34 @@ def test_a_call_in_a_thought_that_the_prompt_began_does_not_run(opens_thought, d
 @pytest.mark.parametrize(
     ("mood", "text"), [("nul", "a\ufffdb"), ("surrogate", "a\ufffdb"), ("injection", INJECTION)]
 )
-def test_a_tool_may_return_any_text(mood, text):
-    with pool(toolbox()) as environments:
-        environments.open("a", {}).result(HANG_S)
-        result = environments.step("a", call(mood)).result(HANG_S)
-        assert result.messages[0].content == text
-        assert result.messages[0].fields["content"] == text
-        assert result.info.get("cleaned_messages") == (None if mood == "injection" else 1)
+def test_a_tool_may_return_any_text(tools, episode, mood, text):
+    tools.open(episode, {}).result(HANG_S)
+    result = tools.step(episode, call(mood)).result(HANG_S)
+    assert result.messages[0].content == text
+    assert result.messages[0].fields["content"] == text
+    assert result.info.get("cleaned_messages") == (None if mood == "injection" else 1)
 
 
-def test_a_lone_surrogate_of_the_model_becomes_a_character_of_files():
+def test_a_lone_surrogate_of_the_model_becomes_a_character_of_files(tools, episode):
     answer = r'<tool_call>{"name": "do", "arguments": {"mood": "\ud83d", "\ud83e": ["\udc00"]}}'
-    with pool(toolbox()) as environments:
-        environments.open("a", {}).result(HANG_S)
-        result = environments.step("a", answer).result(HANG_S)
+    tools.open(episode, {}).result(HANG_S)
+    result = tools.step(episode, answer).result(HANG_S)
     (record,) = result.info["tool_calls"]
     assert record["arguments"] == {"mood": "\ufffd", "\ufffd": ["\ufffd"]}
 
 
-def test_every_text_of_a_reply_can_be_written():
-    with pool(moody()) as environments:
-        environments.open("a", {}).result(HANG_S)
-        result = environments.step("a", "surrogates").result(HANG_S)
-        json.dumps([result.info, result.messages[0].fields], ensure_ascii=False).encode()
-        assert result.info == {"state": "\ufffd", "\ufffd": ["a\ufffd", 1, None]}
-        detail = fault(environments.step("a", "raise surrogate")).detail
-        assert "\ufffd" in detail and detail.encode()
+def test_every_text_of_a_reply_can_be_written(shared, episode):
+    shared.open(episode, {}).result(HANG_S)
+    result = shared.step(episode, "surrogates").result(HANG_S)
+    json.dumps([result.info, result.messages[0].fields], ensure_ascii=False).encode()
+    assert result.info == {"state": "\ufffd", "\ufffd": ["a\ufffd", 1, None]}
+    detail = fault(shared.step(episode, "raise surrogate")).detail
+    assert "\ufffd" in detail and detail.encode()
 
 
-def test_a_reply_that_is_nested_too_deeply_is_a_fault():
-    with pool(moody()) as environments:
-        environments.open("a", {}).result(HANG_S)
-        assert fault(environments.step("a", "deep")).reason == "invalid"
+def test_a_reply_that_is_nested_too_deeply_is_a_fault(shared, episode):
+    shared.open(episode, {}).result(HANG_S)
+    assert fault(shared.step(episode, "deep")).reason == "invalid"
 
 
 @pytest.mark.slow
