@@ -6,7 +6,11 @@ ten times slower.
 
 import gc
 import os
+import random
 import sys
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import Any
 
 import pytest
 
@@ -57,10 +61,30 @@ def pytest_configure() -> None:
     imported_ranks.begin()
 
 
+@pytest.hookimpl(tryfirst=True)  # before `-m` selects by marks
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    mark_tables(items)
     if hasattr(config, "workerinput"):  # a worker of pytest-xdist
         ranks = {f"test_{name}": rank for rank, name in enumerate(LONGEST)}
         items.sort(key=lambda item: ranks.get(item.path.stem, len(ranks)))
+
+
+def mark_tables(items: Sequence[Any]) -> None:
+    """Mark cases `full` that are not in the sample of a test with the mark `sample(n)`."""
+    tables = defaultdict[object, list[Any]](list)
+    for item in items:
+        if item.get_closest_marker("sample") is not None:
+            tables[item.function].append(item)
+    for cases in tables.values():
+        (size,) = cases[0].get_closest_marker("sample").args
+        random.Random(0).shuffle(cases)
+        seen = set[tuple[str, int]]()
+        for _ in range(min(size, len(cases))):
+            case = max(cases, key=lambda case: len(case.callspec.indices.items() - seen))
+            seen |= case.callspec.indices.items()
+            cases.remove(case)
+        for case in cases:
+            case.add_marker("full")
 
 
 def pytest_collection_finish() -> None:

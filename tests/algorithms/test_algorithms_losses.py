@@ -144,6 +144,7 @@ def loss_at(name: str, batch: Batch, weights: np.ndarray, ratio: str, at: np.nda
     return float((weights * fixed * at)[batch.mask].sum())
 
 
+@pytest.mark.sample(25)
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize(("name", "ratio"), BOTH)
 def test_the_gradient_of_every_loss_equals_finite_differences(name, ratio, mode):
@@ -161,6 +162,7 @@ def test_the_gradient_of_every_loss_equals_finite_differences(name, ratio, mode)
     assert np.abs(gradient).max() > 1e-3
 
 
+@pytest.mark.sample(25)
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize(("name", "ratio"), BOTH)
 def test_split_and_order_of_the_sequences_do_not_change_loss_and_gradient(name, ratio, mode):
@@ -180,6 +182,7 @@ def test_split_and_order_of_the_sequences_do_not_change_loss_and_gradient(name, 
         np.testing.assert_allclose(gradients, gradient, rtol=1e-10, atol=1e-15)
 
 
+@pytest.mark.sample(25)
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("poison", [math.nan, math.inf, -math.inf, 1e30])
 @pytest.mark.parametrize(("name", "ratio"), BOTH)
@@ -198,6 +201,7 @@ def test_values_at_masked_positions_do_not_reach_loss_and_gradient(name, ratio, 
         np.testing.assert_array_equal(gradient, clean[1])
 
 
+@pytest.mark.sample(25)
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize(("name", "ratio"), BOTH)
 def test_padding_of_any_width_changes_nothing(name, ratio, mode):

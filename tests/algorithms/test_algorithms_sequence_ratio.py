@@ -194,6 +194,7 @@ def gspo(batch: Batch) -> tuple[float, Tensor]:
     return -objective.item(), differentiate(-objective, leaf)
 
 
+@pytest.mark.sample(12)
 @pytest.mark.parametrize("dual", [None, DUAL])
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("correction", PER_TOKEN)
@@ -220,6 +221,7 @@ def test_advantages_that_are_equal_within_a_sequence_give_the_loss_of_gspo(sprea
         torch.testing.assert_close(gradient, slope, rtol=1e-11, atol=1e-15)
 
 
+@pytest.mark.sample(35)
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("correction", PER_TOKEN)
 @pytest.mark.parametrize(("name", "ratio"), losses())
@@ -237,6 +239,7 @@ def test_the_gradient_on_policy_is_the_policy_gradient_of_each_tokens_advantage(
     torch.testing.assert_close(gradient, expected, rtol=1e-12, atol=1e-16)
 
 
+@pytest.mark.sample(14)
 @pytest.mark.parametrize("correction", ["filter", "both", "sequence"])
 @pytest.mark.parametrize(("name", "ratio"), losses())
 def test_filtered_tokens_have_no_gradient_at_all(name: str, ratio: str, correction: str):
@@ -290,6 +293,7 @@ def test_every_other_loss_gives_each_token_its_own_advantage_at_the_ratio_of_its
     assert not stays.all()
 
 
+@pytest.mark.sample(14)
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize(("name", "ratio"), losses())
 def test_the_split_into_micro_batches_does_not_change_value_and_gradient(

@@ -314,6 +314,7 @@ def _arguments(command: str, sets: tuple[str, ...]) -> list[str]:
     return [*words, "-c", f"{command}.yaml", *(word for s in sets for word in ("--set", s))]
 
 
+@pytest.mark.sample(14)
 @pytest.mark.parametrize("name", REFUSALS)
 def test_a_dry_run_and_doctor_refuse_what_the_command_refuses(
     name: str, folder: Path, capfd: pytest.CaptureFixture[str]

@@ -117,6 +117,7 @@ NAMED = (
 )  # fmt: skip
 
 
+@pytest.mark.sample(8)
 @pytest.mark.parametrize("line", NAMED, ids=lambda line: line.replace(LONG, "LONG"))
 def test_a_name_that_is_too_long_for_a_file_is_one_message(
     folder: Path, capsys: pytest.CaptureFixture[str], line: str

@@ -653,6 +653,7 @@ def test_every_prompt_of_the_command_line_is_answered(
     assert calls[0].generate.prompt == ("2+2=", "3+3=")
 
 
+@pytest.mark.sample(20)
 @pytest.mark.parametrize(
     ("arguments", "suggestion"),
     [

@@ -135,6 +135,7 @@ def test_install_completion_writes_the_script_of_the_shell(environment: dict[str
     assert str(script) in (Path(environment["HOME"]) / ".bashrc").read_text(encoding="utf-8")
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("shell", "line", "expected"),
     [

@@ -47,6 +47,7 @@ def test_the_list_of_commands_is_complete():
     assert sorted(map(tuple, COMMANDS)) == sorted(all_commands(PROGRAM))
 
 
+@pytest.mark.sample(10)
 @pytest.mark.parametrize("names", COMMANDS, ids=" ".join)
 def test_help_shows_every_name_in_full_at_80_columns(
     names: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
@@ -62,6 +63,7 @@ def test_help_shows_every_name_in_full_at_80_columns(
     assert {*getattr(command, "commands", {})} <= words
 
 
+@pytest.mark.sample(10)
 @pytest.mark.parametrize("names", COMMANDS, ids=" ".join)
 def test_help_truncates_no_name_on_a_narrow_terminal(
     names: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch

@@ -73,17 +73,19 @@ def test_every_other_name_leads_to_keys_that_exist() -> None:
     assert not OTHER_NAMES.keys() & _NO_OPTIONS.keys()
 
 
-def test_every_answer_names_options_and_keys_that_the_command_has() -> None:
+@pytest.mark.sample(5)
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_answer_names_options_and_keys_that_the_command_has(command: str) -> None:
+    options = COMMANDS[command]
     flags = {f"--{name}" for name in (*OTHER_NAMES, *_NO_OPTIONS)}
     flags |= {f"--{key.replace('_', '-')}" for _, key in load_table("mindspeed_llm").rows}
-    for command, options in COMMANDS.items():
-        for flag in flags - options.keys():
-            hint = _option_hint(flag, command.split()[0], options)
-            setting = re.search(r"(?:Did you mean|It is) (--[a-z-]+)(?: ([a-z_.]+)=VALUE)?", hint)
-            if setting and command.split()[0] not in ("config", "doctor"):
-                assert setting[1] in options, (command, flag, hint)
-            if setting and setting[2]:
-                assert setting[2].partition(".options.")[0] in KEYS | OPTION_KEYS, (flag, hint)
+    for flag in flags - options.keys():
+        hint = _option_hint(flag, command.split()[0], options)
+        setting = re.search(r"(?:Did you mean|It is) (--[a-z-]+)(?: ([a-z_.]+)=VALUE)?", hint)
+        if setting and command.split()[0] not in ("config", "doctor"):
+            assert setting[1] in options, (flag, hint)
+        if setting and setting[2]:
+            assert setting[2].partition(".options.")[0] in KEYS | OPTION_KEYS, (flag, hint)
 
 
 def test_a_word_that_belongs_to_no_option_gets_no_answer_about_a_split_value() -> None:

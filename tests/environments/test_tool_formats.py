@@ -66,6 +66,7 @@ def test_a_malformed_call_has_a_problem_for_the_model(name: str):
         assert isinstance(call, MalformedCall) and call.problem, text
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("name", FORMATS)
 @given(text=st.lists(FRAGMENTS | st.text(max_size=20), max_size=12).map("".join))
 @settings(max_examples=60, deadline=None)
@@ -74,6 +75,7 @@ def test_any_text_is_read_without_an_exception(name: str, text: str):
     assert isinstance(parsed, ParsedAnswer)
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("name", FORMATS)
 @given(calls=CALLS)
 @settings(max_examples=40, deadline=None)
@@ -121,6 +123,7 @@ def readable_calls(name: str, calls: list[ToolCall]) -> list[ToolCall]:
     ]
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("name", FORMATS)
 @given(calls=CALLS)
 @settings(max_examples=15, deadline=None)

@@ -63,6 +63,7 @@ def make_snapshot(cache: Path, name: str, config: str) -> None:
     (repository / "refs" / "main").write_text("0" * 40, encoding="utf-8")
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
 def test_a_recipe_passes_its_dry_run_and_fits_on_its_devices(
     file: Path, folder: Path, capsys: pytest.CaptureFixture[str]

@@ -153,6 +153,7 @@ def test_logits_agree_with_the_reference_in_all_layouts(
     _assert_logits_of_reference(more_megatron[f"{name}, {layout}"], folders[name], name)
 
 
+@pytest.mark.sample(22)
 @pytest.mark.parametrize("name", MIXTURES)
 @pytest.mark.parametrize(
     "layout",
@@ -277,6 +278,7 @@ def test_the_bias_of_experts_remains_in_float32(folders: dict[str, Path]) -> Non
 
 
 # The counts come from the models' cards and the indices of their published weights.
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("file", "parameters", "layout"),
     [
@@ -332,6 +334,7 @@ def test_the_plan_of_a_large_model_takes_seconds(
     )
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("model", "parameters", "indexers"),
     [

@@ -107,6 +107,7 @@ def settings_of(shape: Shape) -> dict[str, Any]:
     return settings
 
 
+@pytest.mark.sample(30)
 @pytest.mark.parametrize("case", EQUAL)
 @pytest.mark.parametrize("name", NAMES)
 def test_rotary_settings_are_those_of_transformers(name: str, case: str, tmp_path: Path):

@@ -120,6 +120,7 @@ def test_sections_in_the_order_of_another_family_are_refused() -> None:
         families.shape(CONFIGS["qwen2.5-vl"], rope_scaling=sections)
 
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("target", TARGETS.values(), ids=TARGETS)
 @pytest.mark.parametrize("name", TOWERS)
 def test_towers_convert_both_ways_bit_for_bit(

@@ -444,6 +444,7 @@ def fence(program):
     return f"<think>```python\nwrong\n```</think>\n```python\n{program}\n```"
 
 
+@pytest.mark.sample(8)
 @needs_namespaces
 @pytest.mark.parametrize(
     ("program", "answer", "score", "share"),
@@ -756,6 +757,7 @@ AGREEABLE = (
 )
 
 
+@pytest.mark.sample(6)
 @needs_namespaces
 @pytest.mark.parametrize(
     ("program", "test"),
@@ -790,6 +792,7 @@ def test_no_object_agrees_with_an_expected_value_by_its_methods(program, test):
     assert code.score(fence(program), test, case_s=30.0, total_s=60.0) == 0.0
 
 
+@pytest.mark.sample(2)
 @needs_namespaces
 @pytest.mark.parametrize(
     ("program", "test"),
@@ -817,6 +820,7 @@ UNITTEST = (
 )
 
 
+@pytest.mark.sample(2)
 @needs_namespaces
 @pytest.mark.parametrize(
     "ending",
@@ -844,6 +848,7 @@ def test_tests_that_exit_or_run_nothing_are_not_passed(ending):
 EXPECTS_E = "try:\n    f(-1)\n    assert not 'refused'\nexcept E:\n    pass\nassert f"
 
 
+@pytest.mark.sample(6)
 @needs_namespaces
 @pytest.mark.parametrize(
     ("program", "test"),
@@ -892,6 +897,7 @@ def test_a_program_cannot_change_what_its_tests_mean(program, test):
     assert code.score(fence(program), test) == 0.0
 
 
+@pytest.mark.sample(8)
 @needs_namespaces
 @pytest.mark.parametrize(
     ("program", "test"),
@@ -1003,6 +1009,7 @@ def test_tests_use_the_objects_of_a_program(program, test):
     assert code.score(fence(program), test) == 1.0
 
 
+@pytest.mark.sample(3)
 @needs_namespaces
 @pytest.mark.parametrize(
     ("program", "test"),
@@ -1121,6 +1128,7 @@ def test_inputs_and_outputs_given_as_lists_of_lines_are_lines():
     )
 
 
+@pytest.mark.sample(2)
 @needs_namespaces
 @pytest.mark.parametrize(
     "answer",
@@ -1163,6 +1171,7 @@ def test_tests_that_cannot_be_read_are_refused(answer):
     assert "tests nothing" in str(code.answer_refusal(json.dumps(answer)))
 
 
+@pytest.mark.sample(2)
 @needs_namespaces
 @pytest.mark.parametrize("name", ["merge", "compress", "product", "count", "permutations", "gcd"])
 def test_methods_of_a_solution_may_have_the_names_of_library_functions(name):
@@ -1201,6 +1210,7 @@ def test_the_tolerance_applies_neither_to_truth_values_nor_beyond_floats():
         assert code.score(response, answer, tolerance=0.1) == score
 
 
+@pytest.mark.sample(3)
 @needs_namespaces
 @pytest.mark.parametrize(
     ("expected", "output", "score"),
@@ -1241,6 +1251,7 @@ open("/tmp/stolen.py", "w").write(CODE)
 '''
 
 
+@pytest.mark.sample(4)
 @needs_namespaces
 @pytest.mark.parametrize(
     ("encode", "test"),
@@ -1265,6 +1276,7 @@ def test_no_code_of_a_program_runs_beside_its_tests(encode, test):
     assert code.score(fence(f"{STOLEN}encode = {encode}"), test) == 0.0
 
 
+@pytest.mark.sample(2)
 @needs_namespaces
 @pytest.mark.parametrize(
     ("program", "test"),

@@ -938,6 +938,7 @@ DIFFERENT = [
 ]
 
 
+@pytest.mark.sample(50)
 @pytest.mark.parametrize(("answer", "response"), EQUAL)
 def test_equivalent_answers_are_equal(answer, response):
     assert equal(answer, response)
@@ -973,6 +974,7 @@ def test_equal_amounts_score_in_every_unit_with_percentages(answer, response):
     assert equal(answer, response, tolerance=1e-4, percent=True)
 
 
+@pytest.mark.sample(40)
 @pytest.mark.parametrize(("answer", "response"), DIFFERENT)
 def test_different_answers_are_not_equal(answer, response):
     assert not equal(answer, response)
@@ -1045,6 +1047,7 @@ def malformed_boxes():
     yield from (text.replace("%s", HALF) for text in AROUND)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", ["math_17k_acc", "acc", "base_acc", "math_verify_reward"])
 def test_a_box_that_holds_the_true_fraction_among_other_things_is_wrong(name):
     module, boxes = verifier(name), sorted(set(malformed_boxes()))
@@ -1062,6 +1065,7 @@ def test_a_box_that_holds_the_true_fraction_among_other_things_is_wrong(name):
     )
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("truth", ["7", r"\sqrt{2}", r"(\frac12,\frac23)", r"\frac{3}{4}", "x^2+1"])
 def test_another_truth_does_not_match_a_malformed_box(truth):
     # 7_9 is a numeral of base 9 with the value 7.
@@ -1072,9 +1076,9 @@ def test_another_truth_does_not_match_a_malformed_box(truth):
 def test_plain_integers_are_compared_in_microseconds():
     score = verifier("acc").score
     start = time.process_time()
-    for number in range(5000):
+    for number in range(2000):
         score(rf"\boxed{{{number}}}", "132")
-    assert (time.process_time() - start) / 5000 < 1e-3  # a parse takes several milliseconds
+    assert (time.process_time() - start) / 2000 < 1e-3  # a parse takes several milliseconds
 
 
 @pytest.mark.parametrize(
@@ -1139,6 +1143,7 @@ UNBOUNDED = [
 ]
 
 
+@pytest.mark.sample(8)
 @pytest.mark.parametrize("response", UNBOUNDED)
 def test_a_value_without_bounds_is_not_computed(response):
     start = time.process_time()
@@ -1149,6 +1154,7 @@ def test_a_value_without_bounds_is_not_computed(response):
     assert time.process_time() - start < 10
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(
     ("answer", "response"),
     [
@@ -1176,13 +1182,15 @@ def test_a_comparison_that_takes_long_ends_with_an_error(monkeypatch):
         equal("5.5", r"\sum_{k=1}^{10^9} \frac{1}{k^3+k+1}")
 
 
-def test_real_gsm8k_answers_score_right_and_neighboring_numbers_wrong():
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("part", range(10))
+def test_real_gsm8k_answers_score_right_and_neighboring_numbers_wrong(part):
     rows = [
         json.loads(line)
         for line in shared_data("math", "gsm8k_train.jsonl").read_text().splitlines()
     ]
     acc, base_acc = verifier("acc").score, verifier("base_acc").score
-    for row in rows:
+    for row in rows[part::10]:
         number = row["answer"].rpartition("#### ")[2]
         boxed = f"\\boxed{{{number.replace(',', '')}}}"
         response = f"<think> {row['answer']} </think><answer> {boxed} </answer>"
@@ -1235,6 +1243,7 @@ WRONG_REMAINDERS = (
 )  # fmt: skip
 
 
+@pytest.mark.sample(9)
 @pytest.mark.parametrize("form", WRONG_REMAINDERS)
 def test_a_wrong_remainder_beside_the_right_value_never_scores(form):
     for right, wrong in (

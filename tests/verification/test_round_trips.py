@@ -80,6 +80,7 @@ def _assert_same_folder(folder: Path, expected: Path) -> None:
     assert configs[0] == configs[1]
 
 
+@pytest.mark.sample(7)
 @pytest.mark.parametrize(
     "name", [*FAMILIES, *(pytest.param(name, marks=pytest.mark.slow) for name in MIXTURES)]
 )

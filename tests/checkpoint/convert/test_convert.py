@@ -81,6 +81,7 @@ def test_every_element_goes_to_its_position(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.sample(8)
 @pytest.mark.parametrize("family", ["qwen2", "qwen3", "llama"])
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize(("tp", "pp"), [(1, 1), (2, 1), (1, 2), (2, 2)])

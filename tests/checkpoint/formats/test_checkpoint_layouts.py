@@ -118,6 +118,7 @@ def test_every_layout_comes_back_from_any_number_of_ranks(
         assert tuple(ranks[rank].shape) == shard_shape(layout, shapes, tp)
 
 
+@pytest.mark.sample(20)
 @pytest.mark.parametrize("before", [1, 2, 4])
 @pytest.mark.parametrize("after", [1, 2, 4])
 @pytest.mark.parametrize(

@@ -113,6 +113,7 @@ def test_files_have_the_tree_of_modules_of_legacy_models(tmp_path: Path, tied: b
     assert back.keys() == hf.keys() and all(same_bits(back[name], hf[name]) for name in hf)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("family", ["qwen2", "llama", "mistral"])
 def test_every_direction_of_the_guides_table_ends_as_if_converted_directly(

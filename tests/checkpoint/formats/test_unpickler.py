@@ -400,6 +400,7 @@ def registered() -> Any:
     copyreg.remove_extension("posix", "mkdir", EXTENSION)
 
 
+@pytest.mark.sample(60)
 @pytest.mark.parametrize("file", FILES)
 @pytest.mark.parametrize("attack", ATTACKS)
 def test_a_crafted_pickle_changes_nothing_and_is_refused_by_file(

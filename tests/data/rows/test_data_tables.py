@@ -316,6 +316,7 @@ EXPANDING = {
 }
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("kind", EXPANDING)
 def test_an_arrow_file_of_a_few_bytes_with_billions_of_values_is_refused(tmp_path: Path, kind: str):
     path = tmp_path / "x.arrow"
@@ -332,6 +333,7 @@ def test_a_compressed_arrow_file_is_decompressed_up_to_a_limit(tmp_path: Path, m
         read(tmp_path / "x.arrow.gz")
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("start", [b"[", b"  ", b""])
 def test_a_json_array_with_a_hole_is_not_read(tmp_path: Path, start: bytes):
     path = tmp_path / "x.json"

@@ -68,6 +68,7 @@ MASKS: dict[str, Any] = {
 }  # fmt: skip
 
 
+@pytest.mark.sample(16)
 @pytest.mark.parametrize("handler", [name for name in ROWS if name not in WITH_WEIGHTS])
 @pytest.mark.parametrize("key", MASKS)
 def test_a_column_that_masks_or_weights_a_row_is_refused_by_every_handler(handler: str, key: str):
@@ -88,6 +89,7 @@ MEANT: dict[str, Any] = {
 }  # fmt: skip
 
 
+@pytest.mark.sample(16)
 @pytest.mark.parametrize("handler", ["sharegpt", "alpaca", "auto"])
 @pytest.mark.parametrize("key", MEANT)
 def test_a_column_that_decides_what_is_shown_or_trained_is_refused_by_name(handler: str, key: str):
@@ -158,6 +160,7 @@ def renderers() -> dict[str, Renderer]:
     return {name: make_renderer(load_template(name), tokenizer) for name in ("qwen", "native")}
 
 
+@pytest.mark.sample(16)
 @pytest.mark.parametrize("name", MARKS)
 @pytest.mark.parametrize("value", [False, 0, 0.0])
 @pytest.mark.parametrize("template", ["qwen", "native"])
@@ -172,6 +175,7 @@ def test_an_answer_that_a_mark_excludes_is_context_only(
     assert a.loss_mask.nonzero()[0].tolist() == answers[len(answers) // 2 :].tolist()
 
 
+@pytest.mark.sample(12)
 @pytest.mark.parametrize("value", [0.5, 2, "false", "x", [0, 1]])
 @pytest.mark.parametrize("name", MARKS)
 def test_a_mark_that_is_neither_true_nor_false_is_refused(name: str, value: Any):

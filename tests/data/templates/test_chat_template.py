@@ -88,6 +88,7 @@ def by_parts(renderer: Renderer, conversation: Conversation, *, asks: bool) -> s
     )
 
 
+@pytest.mark.sample(50)
 @pytest.mark.parametrize("case", CONVERSATIONS)
 @pytest.mark.parametrize("name", [name for name in template_names() if name != "native"])
 def test_the_chat_template_renders_the_same_text_as_the_template(name: str, case: str):

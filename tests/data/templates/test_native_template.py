@@ -112,6 +112,7 @@ def is_supported(name: str, case: str) -> bool:
 CASES = [(name, case) for name in NAMES for case in ROWS if is_supported(name, case)]
 
 
+@pytest.mark.sample(20)
 @pytest.mark.parametrize("enable_thinking", [None, True, False])
 @pytest.mark.parametrize(("name", "case"), CASES)
 def test_ids_and_answers_equal_apply_chat_template(
@@ -141,6 +142,7 @@ def test_ids_and_answers_equal_apply_chat_template(
         assert "user" not in text and "sunny" not in text
 
 
+@pytest.mark.sample(8)
 @pytest.mark.parametrize(("name", "case"), CASES)
 def test_prompts_equal_apply_chat_template(name: str, case: str):
     hf, row = published_tokenizer(name), ROWS[case]

@@ -83,6 +83,7 @@ def targets(renderer: Renderer, conversation: Conversation) -> str:
     return renderer.tokenizer.backend.decode(ids.tolist(), skip_special_tokens=False)
 
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("name", ["qwen3", "native"])
 @pytest.mark.parametrize(("answer", "keyword"), UNTRAINABLE)
 def test_an_answer_with_an_incomplete_thought_is_not_trained(name: str, answer: str, keyword: str):

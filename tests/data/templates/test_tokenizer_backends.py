@@ -99,12 +99,14 @@ CONFIGS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.sample(18)
 @pytest.mark.parametrize("change", CONFIGS.values(), ids=CONFIGS)
 @pytest.mark.parametrize("config", CLASSES, ids=lambda config: config["tokenizer_class"])
 def test_a_tokenizer_is_equal_to_that_of_transformers(tmp_path, config, change):
     assert_equal(write(tmp_path, {**config, **change}))
 
 
+@pytest.mark.sample(12)
 @pytest.mark.parametrize("change", CONFIGS.values(), ids=CONFIGS)
 @pytest.mark.parametrize("config", CLASSES[1:], ids=lambda config: config["tokenizer_class"])
 def test_a_vocabulary_with_merges_is_equal_to_that_of_transformers(tmp_path, config, change):

@@ -81,6 +81,7 @@ def native_tree(text: str, file: Path) -> Any:
     return plain(translate_arguments("mindspeed-llm", [str(file)]).complete_tree())
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("name", VARIATIONS)
 def test_a_variation_of_a_script_has_the_same_configuration(name: str, tmp_path: Path) -> None:
     expected = native_tree(f"{HEAD} {' '.join(flags())}", tmp_path / "run.sh")

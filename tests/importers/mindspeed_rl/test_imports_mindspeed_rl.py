@@ -722,6 +722,7 @@ def keys_that_take_effect() -> list[str]:
     return sorted({f"{row.section}.{row.key}" for row in rows} - REPORTED_ONLY)
 
 
+@pytest.mark.sample(20)
 @pytest.mark.parametrize("key", keys_that_take_effect())
 def test_changing_a_key_changes_its_native_key(key: str, folder: Path):
     besides, value = OTHERS.get(key, ({}, None))

@@ -105,6 +105,7 @@ def our_advantages(config: Config, batch: oracle.Batch) -> np.ndarray:  # [N]
     return step_advantages(config, groups(), *(flat(batch, batch[name]) for name in names))
 
 
+@pytest.mark.sample(14)
 @pytest.mark.parametrize("norm", NORMS)
 @pytest.mark.parametrize("keys", KEYS)
 def test_the_advantages_of_an_agentic_file_are_those_of_the_pipeline(

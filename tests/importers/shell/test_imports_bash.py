@@ -174,6 +174,7 @@ def read_commands(text: str) -> list[list[str]]:
     return [[word.text for word in words[1:]] for words in commands if words[0].text == "prog"]
 
 
+@pytest.mark.sample(60)
 @pytest.mark.skipif(shutil.which("bash") is None, reason="bash is not here")
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_commands_are_those_that_bash_runs(name: str, tmp_path: Path) -> None:

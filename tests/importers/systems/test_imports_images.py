@@ -313,6 +313,7 @@ def verl(
     return translate_arguments("verl", [str(file)], approximate=approximate)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("program", [PPO, SFT])
 @pytest.mark.parametrize(
     ("keys", "model", "rates"),

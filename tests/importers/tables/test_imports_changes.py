@@ -99,6 +99,7 @@ def exported_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("JUDGE_API_KEY", "key-of-a-judge")
 
 
+@pytest.mark.sample(40)
 @pytest.mark.parametrize(("system", "row"), rows())
 def test_another_value_of_a_key_changes_its_translation(system: str, row: Row, tmp_path: Path):
     name = f"{row.section}.{row.key}"

@@ -180,6 +180,7 @@ def collect_errors(name: str, text: str, folder: Path) -> list[str]:
         return [str(error)]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", FILES)
 def test_every_key_of_a_guides_complete_example_is_caught_when_it_is_misspelt(
     name: str, folder: Path

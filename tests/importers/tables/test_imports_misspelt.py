@@ -247,6 +247,7 @@ INNER: list[tuple[str, Changes, str]] = [  # system, keys, and what the message 
 ]
 
 
+@pytest.mark.sample(24)
 @pytest.mark.parametrize(("system", "changes", "name"), INNER)
 def test_a_wrong_key_or_value_in_a_section_is_named(
     system: str, changes: Changes, name: str, tmp_path: Path

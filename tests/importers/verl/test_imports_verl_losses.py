@@ -185,6 +185,7 @@ def our_loss(config: Config, batch: oracle.Batch, entropy: Tensor) -> tuple[floa
     return loss_and_gradient(config, LENGTHS, logprobs, entropies, fields)
 
 
+@pytest.mark.sample(12)
 @pytest.mark.parametrize("name", LOSSES)
 def test_the_loss_of_an_imported_script_is_that_of_the_actor(name: str, tmp_path: Path) -> None:
     theirs = oracle.config(oracle.changes([*BASE, *LOSSES[name]]))

@@ -66,6 +66,7 @@ def _verl_rows(tokenizer: Any, turns: tuple[tuple[str, str], ...]) -> tuple[list
     return ids, mask
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("turns", CONVERSATIONS)
 @pytest.mark.parametrize("name", ["qwen2.5-0.5b-instruct", "granite-3.1-1b-a400m"])
 def test_rows_differ_from_verl_only_in_what_follows_an_end_of_turn(

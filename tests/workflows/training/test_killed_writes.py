@@ -278,6 +278,7 @@ def test_a_killed_writer_leaves_a_complete_result_or_none(name: str, tmp_path: P
     assert number > 2
 
 
+@pytest.mark.sample(8)
 @pytest.mark.parametrize("name", [name for name in WRITERS if name not in SLOW])
 @pytest.mark.parametrize("num_bytes", [0, 1])
 def test_a_full_disk_leaves_the_earlier_result_or_none(name: str, num_bytes: int, tmp_path: Path):
