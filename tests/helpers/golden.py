@@ -327,6 +327,15 @@ TEMPLATES: dict[str, str] = {
     "trl": "<s>Hi[[Yes]]",
 }
 
+# --- samplers: data/samplers/ ---
+
+# Pools of prompts with these success rates: their members and their shares.
+SUCCESS = np.array([np.nan, 0.0, 0.125, 0.2, 0.5, 0.8, 0.875, 1.0])
+SAMPLERS: dict[str, list[tuple[list[int], float]]] = {
+    "success_range": [([0, 3, 4, 5], 0.9), ([1, 2, 6, 7], 0.1)],
+    "replay": [([2, 3, 4, 5, 6], 0.5), ([0, 1, 7], 0.5)],
+}
+
 # --- dataset handlers: data/handlers/ ---
 
 

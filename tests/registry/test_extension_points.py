@@ -71,6 +71,9 @@ KINDS = {
     "dataset handler": Kind(
         plugins(HANDLERS), golden.HANDLERS, "HANDLERS in tests/helpers/golden.py"
     ),
+    "sampler": Kind(
+        plugins(registry.SAMPLERS), golden.SAMPLERS, "SAMPLERS in tests/helpers/golden.py"
+    ),
     "package of tasks": Kind(
         plugins(registry.TASKS),
         test_reasoning_tasks.TASKS,

@@ -197,6 +197,7 @@ PLUGIN_TABLES = {
     registry.HANDLERS: ("data.md", ("conversation", "text", "preference", "steps")),
     registry.LOSSES: ("algorithms.md", ("policy_loss",)),
     registry.PREFERENCES: ("preference.md", ("preference_loss",)),
+    registry.SAMPLERS: ("reinforcement.md", ("pools",)),
     registry.TOOL_FORMATS: ("environments.md", ()),
     registry.TRACKERS: ("monitoring.md", ("open_tracker",)),
     registry.VERIFIERS: ("rewards.md", ("score",)),

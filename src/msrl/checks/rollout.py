@@ -1,14 +1,18 @@
-"""Checks of the `rollout` section."""
+"""Checks of the `rollout` section and of `data.curriculum`."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
+from msrl.checks import plugins
+from msrl.checks.evaluation import check_eval_source
 from msrl.config.loader import Resolved
 from msrl.config.sections.rollout import COLOCATED_TRANSFERS, DEVICE_TRANSFERS
 from msrl.plan.derived import num_separate_devices
 from msrl.platforms import get
 from msrl.platforms.base import Platform
+from msrl.registry import SAMPLERS
+from msrl.registry.declarations import declaration
 from msrl.rewards import sources
 
 # vLLM raises temperatures between 0 and 0.01 to 0.01 (vllm/sampling_params.py).
@@ -86,6 +90,42 @@ def _check_bounds(resolved: Resolved) -> Iterator[str]:
     if section.low >= section.high:
         message = f"must be below rollout.filter.high={section.high}"
         yield resolved.mistake("rollout.filter.low", message)
+
+
+def check_curriculum(resolved: Resolved) -> Iterator[str]:
+    """Yield a line for each setting of the curriculum that is invalid or cannot be combined."""
+    config = resolved.config
+    name = config.data.curriculum.sampler
+    if name is None:
+        return
+    key = "data.curriculum.options"
+    mistakes = list(plugins.check_options(resolved, key, (SAMPLERS, name, "pools")))
+    yield from mistakes
+    defaults = declaration(SAMPLERS, name, key="data.curriculum.sampler").option_defaults("pools")
+    options = {**defaults, **config.data.curriculum.options}
+    if not mistakes and "low" in options and options["low"] > options["high"]:
+        message = f"low={options['low']} must be at most high={options['high']}"
+        yield resolved.mistake(key, message)
+    if config.data.blend:
+        yield resolved.mistake(
+            "data.curriculum.sampler",
+            "decides how often each prompt is sampled, which contradicts the weights of "
+            "data.blend. Preprocess the datasets into one, or remove one of the two keys.",
+        )
+    yield from check_eval_source(resolved)
+    yield from _check_judge(resolved)
+
+
+def _check_judge(resolved: Resolved) -> Iterator[str]:
+    """Check that a reward source or the environment decides which responses are right."""
+    config = resolved.config
+    scoring = [sources.Source.of(section) for section in config.reward.sources]
+    if config.eval.source is None and scoring and not any(item.in_pool for item in scoring):
+        yield resolved.mistake(
+            "data.curriculum.sampler",
+            "needs right and wrong responses, and scores of servers and models do not state them. "
+            "Set eval.source to a reward source, and eval.right_from.",
+        )
 
 
 def check_weight_transfer(resolved: Resolved) -> Iterator[str]:

@@ -38,6 +38,7 @@ from msrl.checks.preference import check_preference, check_reward_model
 from msrl.checks.rewards import check_rewards
 from msrl.checks.roles import check_critic, check_roles
 from msrl.checks.rollout import (
+    check_curriculum,
     check_group_size,
     check_grpo_temperatures,
     check_rollout_filter,
@@ -177,6 +178,7 @@ def _skipped_checks(resolved: Resolved, command: str) -> frozenset[Check | PlanC
 _OF_ENGINES: frozenset[Check | PlanCheck] = frozenset(
     (
         check_async,
+        check_curriculum,
         check_engine_options,
         check_engines,
         check_grpo_evaluation,
@@ -245,6 +247,7 @@ CHECKS: dict[str, tuple[Check, ...]] = {
         check_distill,
         check_old_logprobs,
         check_async,
+        check_curriculum,
         check_environment,
         check_group_size,
         check_rollout_filter,

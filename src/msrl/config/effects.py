@@ -79,6 +79,7 @@ READ_BY = {
     "algo.reward_model": ReadBy(("train-rm",)),
     "cluster.roles": _SAMPLES,
     "cluster.roles.reference": ReadBy(("train-dpo", *ROLLOUTS)),
+    "data.curriculum": ReadBy(("train-grpo",)),
     "data.eval_fraction": _ROWS,
     "data.handler": ReadBy(("train-sft",)),
     "data.pack": _ROWS,
@@ -104,6 +105,7 @@ READ_BY = {
 }
 
 _EVALUATIONS = Needs(("eval.every_steps", "eval.at_start"), commands=ROLLOUTS)
+_JUDGED = Needs(("eval.every_steps", "eval.at_start", "data.curriculum.sampler"), commands=ROLLOUTS)
 _SCORES = Needs(("reward.sources",), why="because the environment decides")
 _EXAMPLES = Needs(("data.handler",), (None,), "which splits text into rows")
 _MODES = ("algo.aggregate.mode", "algo.value.aggregate")
@@ -192,9 +194,13 @@ NEEDS: dict[str, tuple[Needs | NeedsPlugin, ...]] = {
     "cluster.tls.cert": (
         Needs(("cluster.address",), why="because a run on one machine listens on loopback"),
     ),
+    "data.curriculum": (Needs(("data.curriculum.sampler",)),),
     "data.eval_fraction": (_EXAMPLES,),
     "data.eval_rows": (Needs(("data.eval_fraction",)),),
     "data.pack": (_EXAMPLES,),
+    "data.shuffle": (
+        Needs(("data.curriculum.sampler",), (None,), "which decides the order of prompts"),
+    ),
     "data.too_long": (_EXAMPLES,),
     "environment": (_ENVIRONMENT,),
     "environment.lockstep": (
@@ -203,10 +209,10 @@ NEEDS: dict[str, tuple[Needs | NeedsPlugin, ...]] = {
     "eval.max_response_tokens": (_EVALUATIONS,),
     "eval.patience": (Needs(("eval.every_steps",)),),
     "eval.prompts": (_EVALUATIONS,),
-    "eval.right_from": (_EVALUATIONS, _SCORES),
+    "eval.right_from": (_JUDGED, _SCORES),
     "eval.samples_per_prompt": (_EVALUATIONS,),
     "eval.sampling": (_EVALUATIONS,),
-    "eval.source": (_EVALUATIONS, _SCORES),
+    "eval.source": (_JUDGED, _SCORES),
     **{
         f"evaluate.{name}": (Needs(("evaluate.benchmarks",)),)
         for name in ("benchmark_data", "num_fewshot", "chat_template", "enable_thinking")

@@ -114,6 +114,7 @@ OPTIONS = (
         _option("train.steps"),
         _option("train.optimizer.lr"),
     ),
+    *_panel("Curriculum", ("train-grpo",), _option("data.curriculum.sampler")),
     *_panel(
         "Recorded rollouts",
         ("train-grpo",),

@@ -15,7 +15,8 @@ from msrl.tracking.rollouts import column_names, recorded_steps
 _DATA = ("data.train", "data.blend", "data.shuffle")
 # Keys that a replay does not read, because it samples and evaluates nothing.
 _UNREAD = (
-    *("checkpoint.keep_best", "cluster.roles.rollout", "data.eval", "environment.lockstep"),
+    *("checkpoint.keep_best", "cluster.roles.rollout", "data.curriculum"),
+    *("data.eval", "environment.lockstep"),
     *(f"eval.{name}" for name in ("every_steps", "at_start", "patience", "prompts", "sampling")),
     *("eval.max_response_tokens", "eval.samples_per_prompt"),
     *("rollout.async", "rollout.engine", "rollout.weights"),

@@ -147,6 +147,7 @@ def make_job(
     return SimpleNamespace(
         config=config,
         prompts=Prompts(dataset, tuple(range(ROWS)), order),
+        levels=None,
         sampling=SAMPLING,
         start_step=start_step,
         num_steps=STEPS,

@@ -115,7 +115,7 @@ def make_rollouts(
         dataset, tuple(range(ROWS)), RowOrder(ROWS, prompts_per_step, seed=0, shuffle=shuffle)
     )
     setup: Any = SimpleNamespace(
-        config=config, prompts=prompts, sampling=SamplingParams(4), start_step=0
+        config=config, prompts=prompts, levels=None, sampling=SamplingParams(4), start_step=0
     )
     engine_and_scorer: Any = engine
     return Rollouts(setup, engine_and_scorer, engine_and_scorer, state or {})

@@ -28,6 +28,7 @@ from msrl.config.templates import template_names
 
 RolloutFormat = Literal["jsonl", "parquet"]
 
+Sampler = Annotated[str, OneOf(registry.names(registry.SAMPLERS))]
 Tracker = Annotated[str, OneOf(registry.names(registry.TRACKERS))]
 
 
@@ -93,6 +94,40 @@ class ModelConfig(Section):
     )
 
 
+class CurriculumConfig(Section):
+    """Choice of prompts by their measured success rates.
+
+    The success rate of a prompt is the share of right responses in its newest group. Which
+    responses are right follows from eval.source and eval.right_from.
+    """
+
+    sampler: Sampler | None = Field(
+        default=None,
+        description="Sampler of the prompts: mostly those whose success rate is in a range "
+        "(success_range), or new ones and informative ones again (replay). Default: all prompts "
+        "once per epoch, in the order of data.shuffle.",
+    )
+    options: dict[str, Any] = Field(
+        default_factory=dict[str, Any],
+        description="Additional options of the sampler, by name.",
+    )
+    level_column: Text | None = Field(
+        default=None,
+        description="Name of a column extra.NAME, such as a level of difficulty. Prompts with the "
+        "same value share a success rate. Default: each prompt has its own.",
+    )
+    initial_difficulty: Bool = Field(
+        default=False,
+        description="Start with 1 minus the difficulty in the column extra.difficulty as success "
+        "rate, from 0 (easy) to 1 (hard). Default: nothing is measured at the start.",
+    )
+    momentum: BelowOne = Field(
+        default=0.0,
+        description="Weight of the earlier success rate in a new one. 0 takes the newest step "
+        "with a group alone.",
+    )
+
+
 class DataConfig(Section):
     """Data: prefixes that `msrl preprocess` wrote, or rows that the run preprocesses itself.
 
@@ -144,6 +179,10 @@ class DataConfig(Section):
     )
     shuffle: Bool = Field(
         default=True, description="Shuffle the rows again in every epoch, seeded by run.seed."
+    )
+    curriculum: CurriculumConfig = Field(
+        default=CurriculumConfig(),
+        description="Choice of prompts by their success rates (train-grpo only).",
     )
 
 

@@ -168,6 +168,11 @@ class GroupBuffer(Generic[Group]):
             self._next_number, self._taken, tuple(pending), tuple(groups), tuple(self._filtered)
         )
 
+    @property
+    def first_number(self) -> int:
+        """Lowest number of a group in the buffer, or else of the next group."""
+        return min(self._slots, default=self._next_number)
+
     def count(self, stage: Stage) -> int:
         """Return the number of groups in a stage."""
         return sum(slot.stage == stage for slot in self._slots.values())

@@ -15,6 +15,7 @@ from msrl.errors import MsrlError
 from msrl.plan.derived import needs_greedy
 from msrl.rewards.score import Scorer, Scores
 from msrl.types import Prompt, RolloutGroup, SamplingParams, ScoredGroup
+from msrl.workflows.rl.curriculum import open_curriculum
 from msrl.workflows.rl.engine_group import EngineGroup
 from msrl.workflows.rl.setup import GenerationSetup
 from msrl.workflows.rl.step import Clock
@@ -29,7 +30,7 @@ class StepRollouts:
         train_groups: Groups of the step, always as many as it has prompts. If too few groups are
             informative, uninformative ones fill it up, and the update masks them.
         dropped_groups: All other groups.
-        metrics: Metrics of the filter.
+        metrics: Metrics of the filter and of the curriculum.
     """
 
     scores: Scores
@@ -39,7 +40,10 @@ class StepRollouts:
 
 
 class Rollouts:
-    """Generator of the scored groups of each step. Its state is the number of used prompts."""
+    """Generator of the scored groups of each step.
+
+    Its state is the number of used prompts, and that of the curriculum.
+    """
 
     def __init__(
         self, job: GenerationSetup, engines: EngineGroup, scorer: Scorer, state: Mapping[str, Any]
@@ -56,10 +60,12 @@ class Rollouts:
         self._greedy = greedy_sampling(job.sampling) if needs_greedy(job.config) else None
         num_used = state.get("prompts_taken", job.start_step * self._num_groups)
         self._num_used_prompts = int(num_used)
+        self._curriculum = open_curriculum(job, self._num_used_prompts, state)
 
     def state(self) -> dict[str, Any]:
         """Return the state to save in a checkpoint."""
-        return {"prompts_taken": self._num_used_prompts}
+        curriculum = {} if self._curriculum is None else self._curriculum.state()
+        return {"prompts_taken": self._num_used_prompts, **curriculum}
 
     def generate(self, step: int, clock: Clock) -> StepRollouts:
         """Return the rollouts of a step.
@@ -79,10 +85,15 @@ class Rollouts:
             scores = scores.plus(self._generate_scores(prompts, step, clock))
             num_refills += 1
             scores.require_scores(f"step {step + 1}")
-        return select_groups(self._filter, self._num_groups, scores, num_refills)
+        rollouts = select_groups(self._filter, self._num_groups, scores, num_refills)
+        if self._curriculum is None:
+            return rollouts
+        metrics = self._curriculum.measure(scores.groups, self._num_used_prompts)
+        return replace(rollouts, metrics={**rollouts.metrics, **metrics})
 
     def _next_prompts(self, count: int) -> Sequence[Prompt]:
-        prompts = self._job.prompts.after(self._num_used_prompts, count)
+        source = self._curriculum or self._job.prompts
+        prompts = source.after(self._num_used_prompts, count)
         self._num_used_prompts += count
         return prompts
 

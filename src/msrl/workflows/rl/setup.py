@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from fractions import Fraction
@@ -35,6 +34,7 @@ from msrl.types import Prompt, SamplingParams
 from msrl.workflows.engine import data_images, engine_settings
 from msrl.workflows.episodes.setup import check_environment_names, episode_settings
 from msrl.workflows.rl.distillation import check_tags
+from msrl.workflows.rl.levels import Levels, difficulty, prompt_levels
 from msrl.workflows.training import resume_checks
 from msrl.workflows.training.data_checks import (
     check_data,
@@ -85,6 +85,7 @@ class GenerationSetup(RLSetup):
     """Setup of a run whose engines generate the rollouts."""
 
     prompts: Prompts
+    levels: Levels | None  # of a curriculum
     eval_prompts: tuple[Prompt, ...]
     sampling: SamplingParams
     episodes: EpisodeSettings | None = None
@@ -131,7 +132,8 @@ def prepare(plan: RunPlan, platform: Platform | None = None) -> GenerationSetup:
     )
     if config.algo.sample_weight.difficulty:
         for row in prompts.rows:
-            difficulty(prompts.dataset[row])
+            difficulty(prompts.dataset[row], "algo.sample_weight.difficulty")
+    levels = _levels(config, prompts)
     held_out = eval_prompts(plan, tokenizer)
     num_steps = count_steps(config, len(prompts.rows))
     resume, state = checkpoint_to_resume(plan, prompts.order, num_steps)
@@ -140,6 +142,7 @@ def prepare(plan: RunPlan, platform: Platform | None = None) -> GenerationSetup:
         platform=platform,
         placement=plan.place(platform.ray_resource),
         prompts=prompts,
+        levels=levels,
         state=state,
         eval_prompts=held_out,
         sampling=plan.sampling,
@@ -148,6 +151,21 @@ def prepare(plan: RunPlan, platform: Platform | None = None) -> GenerationSetup:
         tokenizer=tokenizer,
         episodes=episode_settings(plan, (prompts.dataset[row] for row in prompts.rows)),
     )
+
+
+def _levels(config: Config, prompts: Prompts) -> Levels | None:
+    """Return the levels of a curriculum; None without one. Raises MsrlError."""
+    section, count = config.data.curriculum, len(prompts.rows)
+    if section.sampler is None:
+        return None
+    batch = config.rollout.prompts_per_step
+    if count < batch:
+        raise MsrlError(
+            f"rollout.prompts_per_step={batch}: the prompts of a step must differ with "
+            f"data.curriculum.sampler={section.sampler}, and the data has {count} that fit. Lower "
+            "it, or add data."
+        )
+    return prompt_levels(section, (prompts.dataset[row] for row in prompts.rows), count)
 
 
 def checked_tokenizer(plan: RunPlan) -> TextTokenizer:
@@ -331,28 +349,6 @@ def _fitting_prompts(
     except MsrlError as error:
         raise MsrlError(f"{key}={name}: {error}") from error
     return dataset, rows
-
-
-def difficulty(prompt: Prompt) -> float:
-    """Return the difficulty of a prompt in the data, from 0 (easy) to 1 (hard).
-
-    Raises:
-        MsrlError: The data has no number for it.
-    """
-    text = prompt.extra.get("difficulty")
-    try:
-        value = float(text or "")
-    except ValueError:
-        value = math.nan
-    if math.isfinite(value):
-        return value
-    problem = "is missing" if text is None else f"is {text!r}, not a number"
-    raise MsrlError(
-        f"algo.sample_weight.difficulty: the column extra.difficulty of prompt {prompt.index} "
-        f"{problem}. "
-        "Map it with preprocess.map_keys: {extra.difficulty: COLUMN}, or set "
-        "algo.sample_weight.difficulty to false."
-    )
 
 
 def count_steps(config: Config, num_prompts: int | Fraction) -> int:

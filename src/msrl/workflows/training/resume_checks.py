@@ -153,6 +153,8 @@ def checked_values(plan: RunPlan, schedule: Schedule) -> dict[str, Any]:
     }
     if plan.has_rollouts:
         keys["rollout.replay.path"] = "a record" if plan.is_replay else None
+        for name in ("sampler", "level_column"):
+            keys[f"data.curriculum.{name}"] = getattr(config.data.curriculum, name)
     if plan.command == "train-dpo":
         keys |= _preference_values(config)
     if plan.is_reward_model:

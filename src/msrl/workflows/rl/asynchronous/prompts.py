@@ -7,6 +7,7 @@ import functools
 from msrl.rollout.engine import sample_seeds
 from msrl.rollout.runtime.engine_loop import GroupRequest
 from msrl.types import Prompt, SamplingParams
+from msrl.workflows.rl.curriculum import Curriculum
 from msrl.workflows.rl.setup import Prompts
 
 _CACHED_STEPS = 32
@@ -21,7 +22,7 @@ class NumberedPrompts:
 
     def __init__(
         self,
-        prompts: Prompts,
+        prompts: Prompts | Curriculum,
         batch: int,
         sampling: SamplingParams,
         greedy: SamplingParams | None = None,

@@ -35,6 +35,7 @@ from msrl.workflows.rl.asynchronous.engines import NO_WEIGHTS, LoopingEngines
 from msrl.workflows.rl.asynchronous.prompts import NumberedPrompts
 from msrl.workflows.rl.asynchronous.records import decode, encode
 from msrl.workflows.rl.asynchronous.statistics import StepStatistics
+from msrl.workflows.rl.curriculum import open_curriculum
 from msrl.workflows.rl.rollouts import (
     StepRollouts,
     filter_metrics,
@@ -73,11 +74,17 @@ class AsyncRollouts:
         self._options = job.config.rollout.asynchronous
         batch = job.config.rollout.prompts_per_step
         self._greedy = greedy_sampling(job.sampling) if needs_greedy(job.config) else None
-        self._prompts = NumberedPrompts(job.prompts, batch, job.sampling, self._greedy)
+        self._batch = batch
+        position = int(state.get("prompts_taken", job.start_step * batch))
+        self._curriculum = open_curriculum(job, position, state)
+        prompts = self._curriculum or job.prompts
+        self._prompts = NumberedPrompts(prompts, batch, job.sampling, self._greedy)
         self._filter = job.config.rollout.filter
         self._max_replaced = _max_replaced(self._filter, batch, len(job.prompts.rows))
         self._notes: tuple[str, ...] = ()  # for the first step
         initial = self._initial_state(state)
+        if self._curriculum is not None:
+            self._choose_prompts(job.start_step)
         self._buffer = GroupBuffer[ScoredGroup](
             batch,
             self._options.max_staleness,
@@ -143,7 +150,8 @@ class AsyncRollouts:
         """Return the state to save in a checkpoint."""
         with self._condition:
             state = self._buffer.state()
-        return {"prompts_taken": state.next_number, "rollouts": encode(state)}
+            curriculum = {} if self._curriculum is None else self._curriculum.state()
+        return {"prompts_taken": state.next_number, "rollouts": encode(state), **curriculum}
 
     # Called by the thread of the training
 
@@ -163,6 +171,7 @@ class AsyncRollouts:
             counters = self._dispatcher.counters
             wait_s = clock.seconds["wait"]
             statistics = self._statistics.step(step, groups, counters, wait_s, depth)
+            curriculum = self._measure(step, (*groups, *replaced))
         scores.require_scores(f"step {step + 1}")
         notes, self._notes = [*self._notes, *scores.notes], ()
         num_informative = int(select_informative(self._filter, groups).sum())
@@ -174,9 +183,27 @@ class AsyncRollouts:
         metrics = {
             **statistics,
             **filter_metrics(self._filter, num_groups, num_informative, num_missing),
+            **curriculum,
         }
         scores = replace(scores, groups=(*groups, *replaced), notes=tuple(notes))
         return StepRollouts(scores, groups, replaced, metrics)
+
+    def _measure(self, step: int, groups: Sequence[ScoredGroup]) -> dict[str, float]:
+        """Measure the groups of a step, and choose prompts; return metrics of the curriculum.
+
+        Prompts are chosen before the first version that may start them is published, so that delays
+        do not change them. Only the replacements of a filter may need them earlier.
+        """
+        if self._curriculum is None:
+            return {}
+        first_open = self._buffer.first_number
+        metrics = self._curriculum.measure(groups, first_open - first_open % self._batch)
+        self._choose_prompts(step + 1)
+        return metrics
+
+    def _choose_prompts(self, version: int) -> None:
+        """Choose the prompts that engines may start with a policy version."""
+        self._prompts.find((version + self._options.max_staleness) * self._batch)
 
     def publish(self, version: int) -> None:
         """Send the weights of the trainer to the engines. They load them between two steps."""

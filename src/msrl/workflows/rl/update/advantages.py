@@ -28,7 +28,7 @@ from msrl.plan.derived import rewards_turns
 from msrl.rewards.process import domains
 from msrl.trainer.objective.losses import required_arguments
 from msrl.types import Prompt
-from msrl.workflows.rl.setup import difficulty
+from msrl.workflows.rl.levels import difficulty
 from msrl.workflows.rl.update.values import StepValues
 
 
@@ -204,7 +204,8 @@ def _final_advantages(
         advantages = advantages.clip(-settings.clip, settings.clip)
     weight, difficulties = algo.sample_weight, None
     if weight.difficulty:
-        difficulties = np.array([difficulty(prompt) for prompt in arrays.prompts])
+        key = "algo.sample_weight.difficulty"
+        difficulties = np.array([difficulty(prompt, key) for prompt in arrays.prompts])
     assert rewards.trained is not None
     weights = sample_weights(
         arrays.lengths, rewards.trained, by_length=weight.length, difficulties=difficulties
