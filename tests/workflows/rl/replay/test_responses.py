@@ -83,6 +83,24 @@ def test_groups_are_named_or_consecutive_rows_with_one_prompt(folder: Path) -> N
         read(folder, ROW | {"group": "a"}, other | {"group": "a"})
 
 
+def several(changes: dict[str, Any]) -> dict[str, Any]:
+    """Return a row with two responses, of which the second has changes."""
+    own = {name: ROW[name] for name in ("response_ids", "reward")}
+    return {"prompt_ids": ROW["prompt_ids"], "responses": [own, own | changes]}
+
+
+def test_a_row_with_several_responses_is_a_group(folder: Path) -> None:
+    row = several({"reward": 0, "finish_reason": "length"}) | {"answer": "2", "tag": "sum"}
+    recording = read(folder, row, row)
+    assert (recording.facts.num_groups, recording.facts.group_size) == (2, 2)
+    group = recording.group(1)
+    assert [reward.total for reward in group.rewards] == [ROW["reward"], 0.0]
+    assert [item.finish_reason for item in group.rollout.completions] == ["stop", "length"]
+    assert (group.rollout.prompt.answer, group.rollout.prompt.extra) == ("2", {"tag": "sum"})
+    with pytest.raises(MsrlError, match=mentions("rows.jsonl:2", "1 responses", "has 2")):
+        read(folder, row, ROW)
+
+
 def test_log_probabilities_may_be_added(folder: Path) -> None:
     recording = read(folder, ROW, ROW)
     assert not recording.facts.has_logprobs and recording.num_tokens == 4
@@ -104,7 +122,12 @@ def test_log_probabilities_may_be_added(folder: Path) -> None:
         ('{"reward": 1, "reward": 2}', ["'reward'", "more than once"]),
         ([1], ["JSON object"]),
         (ROW | {"logprob": [-1, -1]}, ["logprob: unknown", "'logprobs'"]),
-        (ROW | {"responses": ["a"]}, ["responses: unknown", "'response'"]),
+        (ROW | {"responses": [{}]}, ["response_ids: belongs", "responses"]),
+        ({"prompt_ids": [5], "responses": ["a"]}, ["responses", "list of objects"]),
+        ({"prompt_ids": [5], "responses": []}, ["responses", "not empty"]),
+        (several({"reward": "1"}), ["responses.1.reward", "number"]),
+        (several({"group": 1}), ["responses.1.group: unknown"]),
+        (several({"logprobs": [-1]}), ["responses.1.logprobs", "2 numbers"]),
         ({"prompt_ids": [5], "reward": 1}, ["response: missing", "response_ids"]),
         (ROW | {"prompt": "a"}, ["prompt and prompt_ids", "exactly one"]),
         (ROW | {"prompt_ids": []}, ["prompt_ids", "not empty"]),

@@ -1,4 +1,4 @@
-"""Responses of others as a record: JSON lines with a prompt and a response each.
+"""Responses of others as a record: JSON lines with a prompt and one or more responses.
 
 `docs/reinforcement.md` describes the fields for users.
 """
@@ -35,10 +35,8 @@ from msrl.workflows.rl.replay.recording import RecordedStep, RecordFacts, Record
 
 _PROMPTS = ("prompt", "messages", "prompt_ids")
 _RESPONSES = ("response", "response_ids")
-FIELDS = (
-    *(*_PROMPTS, *_RESPONSES, "logprobs", "reward", "group"),
-    *("finish_reason", "answer", "tag", "extra"),
-)
+_OWN = (*_RESPONSES, "logprobs", "reward", "finish_reason")  # fields of a response
+FIELDS = (*_PROMPTS, *_OWN, "responses", "group", "answer", "tag", "extra")
 _LARGEST = sys.float_info.max
 _LEAST = -1e30  # log-probability, which float32 can hold
 _ROLES = ("system", "user", "assistant", "tool")
@@ -46,7 +44,7 @@ _ROLES = ("system", "user", "assistant", "tool")
 
 @dataclass(frozen=True, slots=True)
 class Response:
-    """Row of the file.
+    """Response of a row of the file.
 
     Attributes:
         where: File and line, for messages.
@@ -144,31 +142,43 @@ class _Reader:
             self._renderer = self._make_renderer()
         return self._renderer
 
-    def read(self, where: str, index: int, row: Any) -> Response:
-        """Return a row. Raises MsrlError with the reason why it is invalid."""
+    def read(self, where: str, index: int, row: Any) -> list[Response]:
+        """Return the responses of a row. Raises MsrlError with the reason why it is invalid."""
         if not isinstance(row, dict):
             raise MsrlError("must be a JSON object with a prompt and a response.")
         values = cast("dict[str, Any]", row)
-        for name in values:
-            if name not in FIELDS:
-                raise MsrlError(f"{name}: unknown field; {nearest(name, FIELDS)}")
-        prompt = _one_of(values, _PROMPTS)
+        _refuse_others(values, FIELDS)
+        group, prompt = _group(values.get("group")), self._prompt(values, index)
+        if "responses" not in values:
+            return [self._read(where, group, prompt, values)]
+        if own := [name for name in _OWN if name in values]:
+            raise MsrlError(f"{own[0]}: belongs to each of responses. Move it there.")
+        group = where if group is None else group
+        responses = list[Response]()
+        for number, item in enumerate(_objects(values["responses"])):
+            try:
+                _refuse_others(item, _OWN)
+                responses.append(self._read(where, group, prompt, item))
+            except MsrlError as error:
+                raise MsrlError(f"responses.{number}.{error}") from error
+        return responses
+
+    def _read(
+        self, where: str, group: str | int | None, prompt: Prompt, values: Mapping[str, Any]
+    ) -> Response:
         response = _one_of(values, _RESPONSES)
         finish_reason = values.get("finish_reason", "stop")
         if finish_reason not in ("stop", "length"):
             raise MsrlError("finish_reason: must be stop or length.")
-        prompt_ids = self._prompt_ids(prompt, values[prompt])
         token_ids, text = self._response(response, values[response], finish_reason)
-        return Response(
-            where,
-            _group(values.get("group")),
-            Prompt(index, prompt_ids, _text(values, "answer"), _extra(values)),
-            token_ids,
-            _logprobs(values, len(token_ids)),
-            finish_reason,
-            text,
-            self._reward(values),
-        )
+        logprobs = _logprobs(values, len(token_ids))
+        reward = self._reward(values)
+        return Response(where, group, prompt, token_ids, logprobs, finish_reason, text, reward)
+
+    def _prompt(self, values: Mapping[str, Any], index: int) -> Prompt:
+        name = _one_of(values, _PROMPTS)
+        prompt_ids = self._prompt_ids(name, values[name])
+        return Prompt(index, prompt_ids, _text(values, "answer"), _extra(values))
 
     def _prompt_ids(self, name: str, value: Any) -> Ints:
         if name == "prompt_ids":
@@ -215,14 +225,14 @@ class _Reader:
 
 
 def _rows(path: Path, reader: _Reader) -> Iterator[Response]:
-    """Yield all rows of a file. Raises ManyErrors with a line for each invalid row."""
+    """Yield the responses of a file. Raises ManyErrors with a line for each invalid row."""
     mistakes, number = list[str](), 0
     try:
         with path.open("rb") as file:
             for number, line in enumerate(file, 1):
                 where = f"{path}:{number}"
                 try:
-                    yield reader.read(where, number - 1, _json(line))
+                    yield from reader.read(where, number - 1, _json(line))
                 except MsrlError as error:
                     mistakes.append(f"{where}: {error}")
     except OSError as error:
@@ -230,7 +240,7 @@ def _rows(path: Path, reader: _Reader) -> Iterator[Response]:
     if mistakes:
         raise ManyErrors(mistakes)
     if not number:
-        raise MsrlError(f"{path}: has no rows. Write one JSON object per response.")
+        raise MsrlError(f"{path}: has no rows. Write one JSON object per line.")
 
 
 def _json(line: bytes) -> Any:
@@ -245,6 +255,20 @@ def _json(line: bytes) -> Any:
         raise MsrlError(f"not JSON at character {error.pos + 1}: {error.msg}.") from None
     except (ValueError, RecursionError) as error:
         raise MsrlError(f"not JSON: {error}.") from None
+
+
+def _refuse_others(values: Mapping[str, Any], names: Sequence[str]) -> None:
+    """Raise MsrlError if an object has a field that is none of `names`."""
+    for name in values:
+        if name not in names:
+            raise MsrlError(f"{name}: unknown field; {nearest(name, names)}")
+
+
+def _objects(value: Any) -> list[dict[str, Any]]:
+    items = cast("list[Any]", value) if isinstance(value, list) else []
+    if not items or not all(isinstance(item, dict) for item in items):
+        raise MsrlError("responses: must be a list of objects that is not empty.")
+    return items
 
 
 def _one_of(values: Mapping[str, Any], names: Sequence[str]) -> str:
