@@ -1046,11 +1046,27 @@ def test_remax_on_a_blend_resumes_with_the_same_prompts_baselines_and_losses(inp
         assert [row["advantage"] for row in samples] == pytest.approx(distances, abs=1e-6)
         mean = np.mean([row["greedy_reward"] for row in samples])
         assert metrics(run)[step - 1]["train/greedy_reward"] == pytest.approx(mean)
-    resumed = inputs / "runs" / "remax-resumed"
+    assert_resumes_after_step_2(inputs, run, base)
+
+
+@pytest.mark.full
+def test_a_curriculum_resumes_with_the_same_prompts_and_losses(inputs):
+    """Informative prompts are repeated, and refills sample further choices."""
+    base = settings(inputs, "curriculum", "tied", checkpoint={"every_steps": 2})
+    base["data"]["curriculum"] = {"sampler": "replay", "options": {"share": 0.75}}
+    base["rollout"]["filter"] = {"kind": "all_equal", "refill": True, "max_refills": 1}
+    run = run_training(inputs, base)
+    assert metrics(run)[-1]["curriculum/repeated"] > 0
+    assert_resumes_after_step_2(inputs, run, base)
+
+
+def assert_resumes_after_step_2(inputs: Path, run: Path, base: dict[str, Any]) -> None:
+    """Assert that a copy of a run resumes from step 2 with the same metrics and rollouts."""
+    resumed = run.with_name(f"{run.name}-resumed")
     shutil.copytree(run, resumed)
     shutil.rmtree(resumed / "checkpoints" / "iter_0000004")
     (resumed / "checkpoints" / "latest_checkpointed_iteration.txt").write_text("2")
-    base["run"]["name"] = "remax-resumed"
+    base["run"]["name"] = resumed.name
     run_training(inputs, base, "--resume", "auto")
     assert metrics(resumed) == metrics(run)
     for step in (3, 4):

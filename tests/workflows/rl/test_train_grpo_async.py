@@ -196,10 +196,10 @@ main()
 @pytest.mark.full
 def test_the_asynchronous_loop_at_bound_zero_equals_the_synchronous_loop(inputs: Path) -> None:
     """Run the loop of asynchronous training with a bound of 0, which users cannot select."""
+    algo, evaluation = {"mismatch": {"weight": "token"}}, {"every_steps": 2}
     for name in ("sync", "bound-0"):
-        config = settings(
-            inputs, name, "untied", algo={"mismatch": {"weight": "token"}}, eval={"every_steps": 2}
-        )
+        config = settings(inputs, name, "untied", algo=algo, eval=evaluation)
+        config["data"]["curriculum"] = {"sampler": "replay"}
         write_config(inputs / f"{name}.yaml", config)
     run_training(inputs, yaml.safe_load((inputs / "sync.yaml").read_text()))
     command = [sys.executable, "-c", AT_BOUND_ZERO, "train-grpo", "-c"]
