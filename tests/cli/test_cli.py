@@ -121,7 +121,11 @@ def test_help_in_a_fresh_process_is_quick_and_imports_nothing_heavy():
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "command",
-    [["generate", "--prompt", "x"], ["chat"], ["eval", "-c", "grpo.yaml", "--data", "data"]],
+    [
+        ["generate", "--prompt", "x"],
+        pytest.param(["chat"], marks=pytest.mark.full),
+        pytest.param(["eval", "-c", "grpo.yaml", "--data", "data"], marks=pytest.mark.full),
+    ],
 )
 def test_torch_of_an_engine_in_this_process_finds_its_variables(
     folder: Path, command: list[str], monkeypatch: pytest.MonkeyPatch

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import shutil
@@ -67,9 +68,22 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     assert list(temporary_folder.iterdir()) == []
 
 
+# Outside of the full table, every template and every command.
+USUAL = {
+    *(("preprocess", name) for name in TEMPLATES if name != "endless loop"),
+    *((command, "attributes") for command in COMMANDS),
+    ("eval", "endless loop"),
+}
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("command", COMMANDS)
-@pytest.mark.parametrize("name", TEMPLATES)
+@pytest.mark.parametrize(
+    ("command", "name"),
+    [
+        pytest.param(*pair, marks=() if pair in USUAL else pytest.mark.full)
+        for pair in itertools.product(COMMANDS, TEMPLATES)
+    ],
+)
 def test_a_hostile_template_ends_every_command_with_one_message(
     name: str, command: str, weights: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ):

@@ -155,6 +155,7 @@ def test_a_client_with_another_token_is_refused_immediately(head, monkeypatch):
     assert time.monotonic() - began < 20
 
 
+@pytest.mark.full
 def test_ray_itself_refuses_a_client_without_the_token(head, tmp_path):
     code = f"import ray; ray.init(address={head.address!r}); print('let in')"
     environment = {
@@ -237,6 +238,7 @@ def check_two_nodes(address):
             )
 
 
+@pytest.mark.full
 def test_a_failed_start_of_ray_is_reported_with_its_output_and_leaves_nothing():
     launch.down()
     with pytest.raises(MsrlError, match=mentions("Ray", "exit status 1", "CPU")):

@@ -97,6 +97,7 @@ def head(files: TlsFiles, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
         yield launch.up(**ports, devices=1, platform_resource=RESOURCE, tls=files)
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_all_connections_to_a_cluster_with_tls_need_a_certificate_of_its_authority(
     head: NodeRecord, files: TlsFiles, tmp_path: Path

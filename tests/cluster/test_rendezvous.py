@@ -30,7 +30,7 @@ print(*{each.laddr.ip for each in sockets if each.status == "LISTEN"})
 """
 
 
-@pytest.mark.parametrize("host", ["127.0.0.1", "127.0.0.2"])
+@pytest.mark.parametrize("host", [pytest.param("127.0.0.1", marks=pytest.mark.full), "127.0.0.2"])
 @pytest.mark.slow
 def test_a_store_listens_on_the_address_of_the_rendezvous_only(host: str):
     with reserve_port(host) as held:

@@ -91,7 +91,7 @@ def test_a_model_whose_images_consist_of_tiles_has_no_probe(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["qwen2.5-vl", "qwen3-vl"])
+@pytest.mark.parametrize("name", ["qwen2.5-vl", pytest.param("qwen3-vl", marks=pytest.mark.full)])
 def test_the_stages_of_the_ranks_equal_those_of_transformers(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

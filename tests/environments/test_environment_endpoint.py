@@ -74,6 +74,7 @@ def test_an_edited_conversation_is_passed_as_a_new_history():
     assert last.done
 
 
+@pytest.mark.full
 def test_another_key_is_refused():
     opening, last = play("intrude", ["x"])
     assert texts(opening) == [("user", "refused")]
@@ -91,6 +92,7 @@ def test_an_episode_whose_agent_is_killed_is_lost():
     assert isinstance(last, EpisodeFault) and last.reason == "lost"
 
 
+@pytest.mark.full
 def test_an_agent_that_never_asks_is_a_fault():
     (opening,) = play("unknown", [])
     assert isinstance(opening, EpisodeFault) and opening.reason == "error"

@@ -107,6 +107,7 @@ print(info().n[3] - before)
 """
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_processes_that_compute_on_cpu_keep_the_memory_of_large_tensors():
     assert _python(_MAPPED, GLIBC_TUNABLES="").strip() == "1", "glibc maps 64 MiB by default"
@@ -217,6 +218,7 @@ def test_megatron_is_imported_unmodified_after_prepare():
     assert SpecifierSet(get("cpu").stack["megatron-core"]).contains(version)
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_megatron_finds_no_wandb_in_a_rank():
     code = (

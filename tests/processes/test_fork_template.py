@@ -57,6 +57,7 @@ def start(payload: object = "payload") -> LocalRanks:
     return LocalRanks(target, payload, num_ranks=2, platform=get("cpu"), env=TESTS)
 
 
+@pytest.mark.full
 def test_a_killed_template_ends_its_ranks_and_the_run() -> None:
     with start() as ranks:
         messages = ranks.messages()

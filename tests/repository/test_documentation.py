@@ -492,6 +492,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_the_site_loads_nothing_from_the_network(site: Path):
     pages = [*site.rglob("*.html")]

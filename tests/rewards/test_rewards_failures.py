@@ -164,6 +164,7 @@ def test_a_function_that_hangs_on_every_call_takes_a_bounded_time(own):
     )
 
 
+@pytest.mark.full
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "kind"), [("segfaults", "crash"), ("is_slow_and_raises", "error")]

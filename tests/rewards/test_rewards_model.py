@@ -138,6 +138,7 @@ def test_a_model_scores_special_tokens_and_the_one_that_ended_the_response(
     assert scores == pytest.approx(compute(folder, [read]), abs=1e-5)
 
 
+@pytest.mark.full
 def test_a_model_reads_questions_by_its_own_template(folder):
     options = {"template": "chat", "prompt_column": "question"}
     with Scorer([Source(model=str(folder), options=options)], 1) as scorer:
@@ -158,6 +159,7 @@ def test_texts_that_a_model_cannot_score_are_reported_and_never_truncated(batche
         scorer.score([group("word " * 100)])
 
 
+@pytest.mark.full
 def test_a_model_that_does_not_answer_in_time_is_a_failed_call(folder):
     source = Source(model=str(folder), timeout_s=1.0, on_failure="wrong", wrong=-1.0)
     with Scorer([source], 1) as scorer:
@@ -169,6 +171,7 @@ def test_a_model_that_does_not_answer_in_time_is_a_failed_call(folder):
     assert totals(scores) == [[-1.0]]
 
 
+@pytest.mark.full
 def test_a_head_that_was_never_trained_is_refused(folder, tmp_path):
     from safetensors.torch import load_file, save_file
 

@@ -68,6 +68,7 @@ def test_every_true_answer_equals_itself_in_any_notation():
     assert not any(answer == text for answer, text in missed)
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_no_score_of_ten_thousand_is_lost_with_hanging_and_crashing_calls():
     row = cells(speed_row(num_workers=2, num_failures=3))

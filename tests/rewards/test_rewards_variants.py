@@ -69,6 +69,7 @@ def test_the_generator_rewrites_by_its_rules(kind: str, truth: str, text: str, i
     assert any(name == kind and text in response for name, response in responses)
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_all_rewritings_apply_to_some_true_answer_and_results_are_reproducible():
     answers = all_true_answers(shared_data("math"))

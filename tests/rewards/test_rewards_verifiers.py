@@ -1203,6 +1203,7 @@ def test_real_gsm8k_answers_score_right_and_neighboring_numbers_wrong(part):
     assert len(rows) == 7473
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_real_solutions_of_math_500_score_right():
     rows = [

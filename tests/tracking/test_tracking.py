@@ -257,6 +257,7 @@ def test_tensorboard_gets_metrics_whose_names_change_every_step(tmp_path: Path) 
         assert values == [number or 20, number + 20 if number else 40]
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_wandb_stores_every_step_of_every_attempt_offline(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -423,6 +423,7 @@ def test_a_score_head_with_a_missing_or_different_shard_is_refused(
         read_adapter(folder, load_shape(tmp_path / "hf"))
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_commands_merge_the_adapter_of_a_reward_model_and_verify_its_scores(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]

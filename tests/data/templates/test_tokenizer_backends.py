@@ -185,7 +185,13 @@ def test_a_padding_token_of_the_file_counts_as_in_transformers(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "name", ["qwen2.5-0.5b-instruct", "qwen3-4b", "gpt2", "granite-3.1-1b-a400m"]
+    "name",
+    [
+        "qwen2.5-0.5b-instruct",
+        pytest.param("qwen3-4b", marks=pytest.mark.full),
+        "gpt2",
+        "granite-3.1-1b-a400m",
+    ],
 )
 @pytest.mark.slow
 def test_published_tokenizers_are_opened_without_transformers(name):

@@ -292,7 +292,7 @@ def run_with_updates(
         report = loop.exchange(LoopMessage(received=tuple(finished)), 0.005)
         finished |= report.finished
         generated = report.counters.generated_tokens
-        if report.version == version and generated > seen + 30:
+        if report.version == version and generated > seen + 12:
             version, seen = version + 1, generated
             loop.update(version, partial(load, engine, models[version % len(models)]))
     report = peek(loop)
@@ -325,17 +325,17 @@ def all_differences(
     return differences
 
 
-LONG = SamplingParams(max_tokens=90, num_samples=3, ignore_eos=True)
+LONG = SamplingParams(max_tokens=48, num_samples=2, ignore_eos=True)
 
 
 @pytest.mark.slow
 def test_each_token_of_a_run_with_many_updates_has_the_logprob_of_its_recorded_version(
     vllm_engine: Any, models: list[Any]
 ) -> None:
-    requests = [group_request(index, LONG) for index in range(5)]
+    requests = [group_request(index, LONG) for index in range(3)]
     groups, report = run_with_updates(vllm_engine, models, requests)
     runs = [len(c.versions) for group in groups.values() for c in group.completions]
-    assert report.counters.updates > 10 and max(runs) > 4
+    assert report.counters.updates > 4 and max(runs) > 4
     assert report.counters.recomputed_tokens > 0
 
     def engine_score(version: int, token_ids: Ints) -> Any:

@@ -43,7 +43,7 @@ class Running:
     scope="module",
     params=[
         pytest.param("qwen2-vl", marks=pytest.mark.full),
-        "qwen2.5-vl",
+        pytest.param("qwen2.5-vl", marks=pytest.mark.full),
         "qwen3-vl",
         pytest.param("qwen3-vl moe", marks=pytest.mark.full),
         pytest.param("internvl", marks=pytest.mark.full),

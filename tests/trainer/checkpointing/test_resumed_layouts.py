@@ -66,6 +66,7 @@ def test_a_first_stage_without_trained_parameters_keeps_the_update_count(
         np.testing.assert_array_equal(resumed.weights[name], weight, err_msg=name)
 
 
+@pytest.mark.full
 def test_adapter_dropout_resumed_at_another_tensor_parallel_size_keeps_copies_equal(
     results: dict[str, Result],
 ):

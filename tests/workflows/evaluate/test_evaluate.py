@@ -383,6 +383,7 @@ class Walk(Environment):
 """
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_episodes_are_evaluated_with_success_turns_and_tool_errors(
     inputs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]

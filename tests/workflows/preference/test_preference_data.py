@@ -326,7 +326,14 @@ def test_preference_data_is_no_data_of_train_sft(tokenizer: Path) -> None:
 
 
 REAL = [
-    ("dpo_en_demo.json", "SharegptStylePairwiseHandler", {}, "pairs", 300),
+    pytest.param(
+        "dpo_en_demo.json",
+        "SharegptStylePairwiseHandler",
+        {},
+        "pairs",
+        300,
+        marks=pytest.mark.full,
+    ),
     ("kto_en_demo.json", "labeled", {}, "labeled", 300),
     (
         "stack_exchange_paired_tiny.json",

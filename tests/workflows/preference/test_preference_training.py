@@ -483,6 +483,7 @@ def step_metrics(model: Any, config: Config) -> tuple[float, float]:
     return torch.cat(losses).mean().item(), torch.cat(right).mean().item()
 
 
+@pytest.mark.full
 def test_a_process_reward_model_learns_steps_agrees_with_transformers_and_resumes(
     inputs: Path,
 ) -> None:

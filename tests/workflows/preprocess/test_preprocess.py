@@ -231,6 +231,7 @@ def test_files_are_identical_for_any_number_of_workers(tmp_path, pack):
     assert all(a.read_bytes() == b.read_bytes() for a, b in zip(first, second, strict=True))
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_real_alpaca_and_tool_conversations_are_preprocessed(tmp_path):
     alpaca = [
@@ -525,7 +526,10 @@ def test_an_unpaired_surrogate_raises_an_error_with_its_row(tmp_path, column):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGKILL, -9)])
+@pytest.mark.parametrize(
+    ("number", "code"),
+    [(signal.SIGTERM, 143), pytest.param(signal.SIGKILL, -9, marks=pytest.mark.full)],
+)
 def test_a_terminated_run_leaves_no_workers_and_after_sigterm_no_files(tmp_path, number, code):
     files = jsonl(
         tmp_path / "in.jsonl",
@@ -608,6 +612,7 @@ def test_threads_write_the_rows_of_one_thread_with_control_tokens_as_text(tmp_pa
         assert np.array_equal(result.loss_mask, rows_of_one.loss_mask)
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_a_chat_template_that_writes_the_date_is_reported(tmp_path, capsys):
     folder = tmp_path / "tokenizer"

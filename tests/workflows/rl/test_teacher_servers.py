@@ -337,6 +337,7 @@ def test_the_weights_by_tag_are_those_of_the_teachers_on_the_ranks(config_file: 
     assert [max(row) for row in weights] == [0.0, 0.0, 2.0, 2.0]
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_an_interrupted_program_does_not_wait_for_running_requests(tmp_path: Path) -> None:
     """Run a program that ends while a server does not answer."""

@@ -130,6 +130,7 @@ def test_completions_are_printed_in_a_locale_without_all_characters(tmp_path: Pa
             assert json.loads(done.stdout)["prompt"] == "\N{GRINNING FACE}"
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_rows_are_read_from_a_pipe_and_engine_logs_are_not_in_the_output(tmp_path: Path):
     save_model(tmp_path / "model", tied=True)

@@ -318,6 +318,7 @@ def test_lines_between_quotes_are_one_question(monkeypatch):
     assert _questions(lines, monkeypatch) == ["a", "first\n\n/clear", "b", "last"]
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_in_a_terminal_ctrl_c_discards_a_question_that_is_not_complete():
     code = "from msrl.workflows.serve.chat import _questions, read_lines\n"

@@ -352,6 +352,7 @@ def test_an_engine_that_loses_a_process_ends_the_command_with_one_message(folder
     assert files_in(tmp) == []
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_the_completion_of_one_prompt_is_printed(folder, capsys):
     generate.run(

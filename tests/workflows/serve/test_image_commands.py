@@ -155,6 +155,7 @@ def _ask(client: Any, *urls: str) -> Any:
     )
 
 
+@pytest.mark.full
 def test_a_served_model_reads_the_pixels_of_a_row(
     folder: Path, engine: VllmEngine, prompts: list[Prompt], client: Any
 ) -> None:
@@ -167,6 +168,7 @@ def test_a_served_model_reads_the_pixels_of_a_row(
     np.testing.assert_allclose(logprobs, expected.logprobs, rtol=0, atol=1e-5)
 
 
+@pytest.mark.full
 def test_images_that_a_server_does_not_read_are_errors_of_the_client(
     folder: Path, client: Any
 ) -> None:

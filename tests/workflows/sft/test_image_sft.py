@@ -145,6 +145,7 @@ def test_answers_that_only_pictures_decide_are_learned_by_language_model_and_tow
     assert any(name.startswith("visual.merger.") for name in names)
 
 
+@pytest.mark.full
 def test_answers_that_only_tiles_decide_are_learned(tmp_path: Path) -> None:
     """Wide images have two tiles and a third one of the whole image."""
     config = {**INTERNVL_QWEN3, "image_token_id": 6}
@@ -168,6 +169,7 @@ def test_answers_that_only_tiles_decide_are_learned(tmp_path: Path) -> None:
     assert any(name.startswith("multi_modal_projector.") for name in names)
 
 
+@pytest.mark.full
 def test_a_tower_without_a_learning_rate_stays_as_it_is(
     tmp_path: Path, model: Path, data: dict[str, str]
 ) -> None:
@@ -246,6 +248,7 @@ def test_pairs_with_pictures_are_trained(tmp_path: Path, model: Path, data: dict
     assert losses[0] == pytest.approx(np.log(2), abs=1e-4) and losses[-1] < 0.3
 
 
+@pytest.mark.full
 def test_rows_with_more_patches_than_a_micro_batch_are_refused(
     tmp_path: Path, model: Path, data: dict[str, str]
 ) -> None:

@@ -104,6 +104,7 @@ def prefix(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "data"
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_large_images_of_512_samples_take_little_memory_of_the_driver(prefix: Path) -> None:
     """Pixels would take 12 GB, and a file per sample 200 MB for each of six calls of a step."""
