@@ -158,8 +158,8 @@ class CpuPlatform(Platform):
         }
 
     def engine_arguments(self, *, weights_change: bool = False) -> Mapping[str, Any]:
-        # With chunked prefill, vLLM rewinds the generator of a seeded request, which the generators
-        # of the CPU do not support.
+        # With chunked prefill, vLLM discards tokens and rewinds the generators of their requests,
+        # which the generators of the CPU do not support. SamplerChanges avoids it for images only.
         return {"enable_chunked_prefill": False}
 
 

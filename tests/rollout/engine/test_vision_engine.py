@@ -22,7 +22,9 @@ from msrl.vision.settings import read_vision_settings
 from support import mentions
 
 pytestmark = pytest.mark.slow
-ENGINE = EngineConfig(max_model_len=256, max_num_seqs=8, options={"block_size": 32})
+ENGINE = EngineConfig(
+    max_model_len=256, max_num_batched_tokens=256, max_num_seqs=8, options={"block_size": 32}
+)
 GREEDY = SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True)
 
 
@@ -157,6 +159,35 @@ def test_pictures_that_do_not_fit_are_refused(running: Running) -> None:
     for prompt, word in ((shifted, "tokens"), (many, "at most 2")):
         with pytest.raises(MsrlError, match=mentions(f"prompt {prompt.index}", word)):
             running.engine.generate([prompt], GREEDY, 0)
+
+
+def test_a_full_cache_of_images_does_not_change_the_samples(running: Running) -> None:
+    """Compute the text before an image in one step and the image in the next.
+
+    The engine computes at most two images per step. Of the first two prompts, it has the keys but
+    for the last block, and no features. So their images are computed again, and those of the others
+    must wait.
+    """
+    running.load(0)
+    rows = [
+        vision_models.make_prompt(
+            index, [20, 2], [vision_models.picture(running.folder, index, 336, 308)], index
+        )
+        for index in range(6)
+    ]
+    sampling = replace(GREEDY, temperature=1.0, seed=3, num_samples=2)
+
+    def sample(*indices: int) -> dict[int, list[list[int]]]:
+        groups = running.engine.generate([rows[index] for index in indices], sampling, 0)
+        return {
+            index: [each.token_ids.tolist() for each in group.completions]
+            for index, group in zip(indices, groups, strict=True)
+        }
+
+    alone = sample(0) | sample(1) | sample(4) | sample(5)
+    together = sample(0, 1, 2, 3)
+    alone |= sample(2) | sample(3)
+    assert together == {index: alone[index] for index in together}
 
 
 @pytest.mark.full
