@@ -5,30 +5,28 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from msrl.config.loader import Resolved
-from msrl.errors import nearest
 from msrl.models.families import num_experts
 from msrl.plan.derived import num_engine_devices, num_engines
 from msrl.plan.run_plan import RunPlan
-from msrl.rollout.engine_arguments import REFUSED, SET_BY_MSRL, engine_argument_names
+from msrl.rollout.engine_arguments import option_problem
 
-_OPTIONS = "rollout.engine.options"
 _LAST_PORT = 65535
 
 
 def check_engine_options(resolved: Resolved) -> Iterator[str]:
-    """Yield a line for each engine argument that vLLM does not know or that msrl sets."""
-    options = resolved.config.rollout.engine.options
-    known = engine_argument_names() if options else None
-    for name in options:
-        key = f"{_OPTIONS}.{name}"
-        if name in SET_BY_MSRL:
-            remedy = f"Use {SET_BY_MSRL[name]}" if SET_BY_MSRL[name] else "Remove it"
-            yield resolved.mistake(key, f"msrl sets this engine argument. {remedy}.")
-        elif name in REFUSED:
-            yield resolved.mistake(key, f"not supported, because {REFUSED[name]}. Remove it.")
-        elif known is not None and name not in known:
-            hint = nearest(name, known - SET_BY_MSRL.keys() - REFUSED.keys())
-            yield resolved.mistake(key, f"the installed vLLM has no such engine argument; {hint}")
+    """Yield a line for each engine argument that is not an option of an engine."""
+    yield from _option_mistakes(resolved, weights_change=False)
+
+
+def check_rollout_options(resolved: Resolved) -> Iterator[str]:
+    """Yield a line for each engine argument that is not an option of an engine in a training."""
+    yield from _option_mistakes(resolved, weights_change=True)
+
+
+def _option_mistakes(resolved: Resolved, *, weights_change: bool) -> Iterator[str]:
+    for name in resolved.config.rollout.engine.options:
+        if problem := option_problem(name, weights_change=weights_change):
+            yield resolved.mistake(f"rollout.engine.options.{name}", problem)
 
 
 def check_engines(resolved: Resolved, plan: RunPlan) -> Iterator[str]:

@@ -26,15 +26,6 @@ from msrl.plan.run_plan import RunPlan
 from msrl.platforms import get
 from msrl.rollout.engine_limits import COMPILED_ROUTES, HIDDEN_ROUTES
 
-# Engine arguments with which the first worker of an engine does not compute all tokens in order.
-_ROUTE_HIDING_OPTIONS = (
-    "async_scheduling",
-    "data_parallel_size",
-    "kv_transfer_config",
-    "pipeline_parallel_size",
-    "speculative_config",
-)
-
 
 def check_training_inputs(resolved: Resolved) -> Iterator[str]:
     config = resolved.config
@@ -210,13 +201,12 @@ def _check_engine_routes(resolved: Resolved) -> Iterator[str]:
         yield resolved.mistake(key, f"on {platform}: {HIDDEN_ROUTES}.")
     elif config.rollout.engine.eager is False:
         yield resolved.mistake("rollout.engine.eager", COMPILED_ROUTES)
-    for name in _ROUTE_HIDING_OPTIONS:
-        if name in config.rollout.engine.options:
-            yield resolved.mistake(
-                f"rollout.engine.options.{name}",
-                "changes which process computes a token, or when, so train.router.replay=engine "
-                "cannot assign the experts. Remove it.",
-            )
+    if config.rollout.engine.options.get("async_scheduling"):
+        yield resolved.mistake(
+            "rollout.engine.options.async_scheduling",
+            "changes when a token is computed, so train.router.replay=engine cannot assign the "
+            "experts. Remove it.",
+        )
 
 
 def check_vision(resolved: Resolved, plan: RunPlan) -> Iterator[str]:

@@ -20,7 +20,7 @@ from msrl.checks.distillation import (
     check_train_distill,
 )
 from msrl.checks.effects import check_effects
-from msrl.checks.engine import check_engine_options, check_engines
+from msrl.checks.engine import check_engine_options, check_engines, check_rollout_options
 from msrl.checks.environment import check_environment
 from msrl.checks.evaluate import (
     check_evaluate,
@@ -179,10 +179,10 @@ _OF_ENGINES: frozenset[Check | PlanCheck] = frozenset(
     (
         check_async,
         check_curriculum,
-        check_engine_options,
         check_engines,
         check_grpo_evaluation,
         check_prompts,
+        check_rollout_options,
         check_rows,
         check_weight_transfer,
     )
@@ -254,7 +254,7 @@ CHECKS: dict[str, tuple[Check, ...]] = {
         check_weight_transfer,
         check_grpo_temperatures,
         check_grpo_batches,
-        check_engine_options,
+        check_rollout_options,
     ),
     "train-distill": (
         *_TRAINING,
@@ -266,7 +266,7 @@ CHECKS: dict[str, tuple[Check, ...]] = {
         check_weight_transfer,
         check_grpo_temperatures,
         check_grpo_batches,
-        check_engine_options,
+        check_rollout_options,
     ),
     "convert-ckpt": (check_convert,),
     "preprocess": (check_preprocess,),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -81,7 +81,7 @@ class Translation:
     errors, unless the user accepts the nearest setting. `notes` are lines of a script that bash
     reads differently, `remarks` what msrl computes differently by design. With `ignores_unknown`,
     the original reads files with any additional keys, with `ignored_sections` only at these places.
-    It passes other keys of the sections in `forwarded` on; they are errors with this text.
+    It passes other keys of the sections in `forwarded` on; these functions translate them.
     `variables` are top-level keys that other keys refer to.
     """
 
@@ -101,7 +101,9 @@ class Translation:
     variables: frozenset[str] = frozenset()
     ignored_sections: tuple[str, ...] = ()
     reserved: frozenset[str] = frozenset()  # sections of other programs of the system
-    forwarded: Mapping[str, str] = field(default_factory=dict[str, str])
+    forwarded: Mapping[str, Callable[[Translation, SourceKey], None]] = field(
+        default_factory=dict[str, "Callable[[Translation, SourceKey], None]"]
+    )
     defaults: dict[str, object] = field(default_factory=dict[str, object])
     missing: list[str] = field(default_factory=list[str])
     notes: list[str] = field(default_factory=list[str])
@@ -167,7 +169,7 @@ class Translation:
         if sections[0] == "top" and is_variable:
             self.record(entry, KeyStatus.APPLIED, "a variable that other keys refer to")
         elif forwarded and not difflib.get_close_matches(canonical(key), names, cutoff=0.9):
-            self.errors.append(f"{entry}: {forwarded}")
+            forwarded(self, entry)
         elif is_ignored and not is_known:
             self.record(entry, KeyStatus.DEAD, "not a key of the original, which ignores it")
         else:

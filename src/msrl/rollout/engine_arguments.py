@@ -11,6 +11,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+from msrl.errors import nearest
 from msrl.models.shape import Shape
 from msrl.platforms.base import Platform
 from msrl.rollout.engine import (
@@ -117,7 +118,7 @@ _ARGUMENTS: dict[str, tuple[str | None, Value]] = {
     "disable_log_stats": ("log.prometheus", lambda s, *_: s.metrics is None),
     "served_model_name": (None, lambda s, *_: s.metrics and s.metrics.run),  # label of all metrics
     "weight_transfer_config": (
-        None,
+        "rollout.weights.transfer",
         lambda s, _, p: s.weight_backend and {"backend": p.weight_engine(s.weight_backend).name},
     ),
     # Without images, vLLM loads neither the vision tower nor a processor.
@@ -147,6 +148,58 @@ REFUSED = {
     "runner": "the engine generates",
     "convert": "the engine generates",
 }
+
+
+# Arguments that change neither the weights of an engine nor what it computes with them: its blocks,
+# its schedule, its processes and the kernels of the same functions.
+HARMLESS = frozenset(
+    {
+        "aggregate_engine_logging",
+        "async_scheduling",
+        "attention_backend",
+        "block_size",
+        "cpu_distributed_timeout_seconds",
+        "cudagraph_capture_sizes",
+        "disable_cascade_attn",
+        "disable_custom_all_reduce",
+        "distributed_timeout_seconds",
+        "enable_chunked_prefill",
+        "log_level",
+        "long_prefill_token_threshold",
+        "max_cudagraph_capture_size",
+        "max_num_scheduled_tokens",
+        "num_gpu_blocks_override",
+        "numa_bind",
+        "numa_bind_cpus",
+        "numa_bind_nodes",
+        "prefix_caching_hash_algo",
+        "safetensors_load_strategy",
+        "scheduler_reserve_full_isl",
+        "served_model_name",
+        "watermark",
+    }
+)
+
+
+def option_problem(name: str, *, weights_change: bool) -> str | None:
+    """Return why an engine argument cannot be an option, and what to do; None if it can.
+
+    Args:
+        name: Name of the argument.
+        weights_change: The engine receives new weights during the run.
+    """
+    if name in SET_BY_MSRL:
+        remedy = f"Use {SET_BY_MSRL[name]}" if SET_BY_MSRL[name] else "Remove it"
+        return f"msrl sets this engine argument. {remedy}."
+    if name in REFUSED:
+        return f"not supported, because {REFUSED[name]}. Remove it."
+    known = engine_argument_names()
+    if known is not None and name not in known:
+        hint = nearest(name, known - SET_BY_MSRL.keys() - REFUSED.keys())
+        return f"the installed vLLM has no such engine argument; {hint}"
+    if weights_change and name not in HARMLESS:
+        return "not tried with weights that change during the run. Remove it."
+    return None
 
 
 def engine_arguments(settings: EngineSettings, shape: Shape, platform: Platform) -> dict[str, Any]:

@@ -247,3 +247,15 @@ def test_a_mean_of_the_run_with_several_domains_is_refused(tmp_path: Path) -> No
     text += "norm_mean_type: running\n"
     with pytest.raises(MsrlError, match=mentions("norm_mean_type=running", "domains")):
         convert("roll", text, tmp_path)
+
+
+def test_arguments_that_roll_passes_to_vllm_follow_the_list_of_engine_options(
+    tmp_path: Path,
+) -> None:
+    old = "max_model_len: 8000}"
+    text = edit(RLVR, (old, "max_model_len: 8000, attention_backend: FLASH_ATTN}"))
+    engine = native(convert("roll", text, tmp_path, "yaml"))["rollout"]["engine"]
+    assert engine["options"] == {"attention_backend": "FLASH_ATTN"}
+    text = edit(RLVR, (old, "max_model_len: 8000, kv_cache_dtype: fp8}"))
+    with pytest.raises(MsrlError, match=mentions("kv_cache_dtype=fp8", "not tried")):
+        convert("roll", text, tmp_path, "yaml")

@@ -520,3 +520,13 @@ def test_trackers_have_the_project_of_the_original(tmp_path: Path) -> None:
     assert found["log.trackers"] == ["wandb", "mlflow", "clearml", "trackio"]
     for key in ("wandb.project", "mlflow.experiment", "clearml.project", "trackio.project"):
         assert found[f"log.options.{key}"] == "math"
+
+
+_VLLM = "+actor_rollout_ref.rollout.engine_kwargs.vllm"
+
+
+def test_arguments_of_vllm_follow_the_list_of_engine_options(tmp_path: Path) -> None:
+    native_values = values([f"{_VLLM}.attention_backend=FLASH_ATTN"], tmp_path)
+    assert native_values["rollout.engine.options.attention_backend"] == "FLASH_ATTN"
+    text = errors([f"{_VLLM}.kv_cache_dtype=fp8", f"{_VLLM}.max_num_seqs=8"], tmp_path)
+    assert_mentions(text, "kv_cache_dtype", "not tried", "rollout.engine.max_num_seqs")

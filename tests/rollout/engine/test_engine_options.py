@@ -89,17 +89,35 @@ def test_engine_arguments_are_checked_in_every_command_with_an_engine(folder: Pa
         assert any("blok_size" in line for line in lines)
 
 
-def test_engine_arguments_that_msrl_sets_or_refuses_exist_in_the_installed_vllm() -> None:
+def test_every_argument_of_vllm_has_one_class() -> None:
     known = engine_arguments.engine_argument_names()
     if known is None:
         pytest.skip("vLLM is not installed")
-    # `LLM` has use_tqdm_on_load as a field of its engine arguments, too.
-    assert set(engine_arguments.SET_BY_MSRL) | set(engine_arguments.REFUSED) <= known
+    own, refused = set(engine_arguments.SET_BY_MSRL), set(engine_arguments.REFUSED)
+    harmless = set(engine_arguments.HARMLESS)
+    assert own | refused | harmless <= known
+    assert not (own & refused or own & harmless or refused & harmless)
+    problems = {x: engine_arguments.option_problem(x, weights_change=True) for x in known}
+    assert {name for name, problem in problems.items() if problem is None} == harmless
+    untried = {name for name, problem in problems.items() if "not tried" in (problem or "")}
+    assert untried == known - own - refused - harmless
+    assert {"quantization", "kv_cache_dtype", "enable_lora", "moe_backend"} <= untried
+
+
+def test_an_argument_that_was_not_tried_is_refused_where_weights_change(folder: Path) -> None:
+    (line,) = option_mistakes("kv_cache_dtype: fp8")
+    assert_mentions(line, "rollout.engine.options.kv_cache_dtype=fp8", "not tried", "weights")
+    resolved = load([], ["rollout.engine.options={kv_cache_dtype: fp8}"])
+    lines = find_errors(resolved, resolve(resolved.config, "generate"))
+    assert not any("kv_cache_dtype" in line for line in lines)
 
 
 def test_without_vllm_no_name_is_unknown(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("msrl.checks.engine.engine_argument_names", lambda: None)
-    assert option_mistakes("blok_size: 32") == []
+    monkeypatch.setattr(engine_arguments, "engine_argument_names", lambda: None)
+    assert option_mistakes("enable_chunked_prefill: true") == []
+    resolved = load([], ["rollout.engine.options={blok_size: 32}"])
+    lines = find_errors(resolved, resolve(resolved.config, "generate"))
+    assert not any("blok_size" in line for line in lines)
 
 
 def test_an_argument_that_the_platform_sets_is_refused() -> None:

@@ -442,8 +442,8 @@ def test_only_rollouts_that_are_trained_on_have_routes(folder: Path):
         (["cluster.platform=cuda"], ("train.router.replay=engine", "cuda")),
         (["rollout.engine.eager=false"], ("rollout.engine.eager=false", "compiled", "hook")),
         (
-            ["rollout.engine.options.pipeline_parallel_size=2"],
-            ("rollout.engine.options.pipeline_parallel_size=2", "train.router.replay"),
+            ["rollout.engine.options.async_scheduling=true"],
+            ("rollout.engine.options.async_scheduling=true", "train.router.replay"),
         ),
     ],
 )

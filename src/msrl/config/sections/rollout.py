@@ -104,7 +104,7 @@ class EngineConfig(Section):
     options: dict[Text, Any] = Field(
         default_factory=dict[str, Any],
         description="Further engine arguments of vLLM by their names, as in "
-        "{block_size: 32}. Unknown names are refused.",
+        "{block_size: 32}. Trainings accept those that docs/devices.md lists.",
     )
 
 

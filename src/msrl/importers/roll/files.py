@@ -47,6 +47,7 @@ from msrl.importers.roll.worker import SECTIONS, Worker
 from msrl.importers.sections import Keys
 from msrl.importers.table import load_table
 from msrl.importers.translation import KeyStatus, SourceKey, Translation
+from msrl.rollout.engine_arguments import engine_argument_names, option_problem
 
 _ENVIRONMENTS = ("train_env_manager", "custom_envs", "env_manager_cls")
 _CLIP_KEYS = ("pg_clip", "use_pg_clip_range", "pg_clip_low", "pg_clip_high", "dual_clip_loss")
@@ -69,15 +70,25 @@ _INFER_BATCH = 16  # infer_batch_size of the original
 _ESTIMATORS = {"reinforce": "reinforce", "gae": "gae"}
 
 
+def _translate_forwarded(translation: Translation, entry: SourceKey) -> None:
+    """Translate a key that the original passes to its engine or to Megatron."""
+    name = entry.path.rpartition(".")[2]
+    is_argument = entry.path.startswith("actor_infer.") and name in (engine_argument_names() or ())
+    problem = option_problem(name, weights_change=True) if is_argument else None
+    if is_argument and problem is None:
+        return translation.assign(entry, [f"rollout.engine.options.{name}"], entry.value)
+    problem = problem or (
+        "the original passes it to the engine or to Megatron, msrl does not. Remove it if the run "
+        "does not need it."
+    )
+    return translation.errors.append(f"{entry}: not supported: {problem}")
+
+
 def translate(tree: Node, file: Path) -> Translation:
     """Return the translation of one file, which includes errors and unsupported keys."""
     translation = Translation("ROLL", load_table("roll"), str(file))
     translation.ignores_unknown = True
-    text = (
-        "not supported: the original passes it to the engine or to Megatron, msrl does not. "
-        "Remove it if the run does not need it."
-    )
-    translation.forwarded = {"strategy_config": text}
+    translation.forwarded = {"strategy_config": _translate_forwarded}
     if feature := unsupported_pipeline(tree):
         return refuse(translation, f"{file}: not supported: {feature}")
     tree, translation.variables = resolve_tree(tree, file, translation.errors)

@@ -12,6 +12,7 @@ from msrl.importers.sections import Keys, refuse_unknown, settings_of
 from msrl.importers.translation import KeyStatus, SourceKey
 from msrl.importers.verl.batches import updates_per_step
 from msrl.importers.verl.sections import ACTOR, FSDP, MEGATRON, ROLLOUT, VEOMNI, Sections
+from msrl.rollout.engine_arguments import option_problem
 
 _ENGINES = {"sglang": "SGLang", "hf": "transformers", "trtllm": "TensorRT-LLM"}
 _AGENT = "single_turn_agent"
@@ -83,20 +84,25 @@ def _put_engine(sections: Sections) -> None:
     _put_engine_options(sections[f"{ROLLOUT}.engine_kwargs"])
 
 
-_OWN_OPTIONS = {"max_model_len": "rollout.engine.max_model_len"}
 _SPEED_OPTIONS = ("mm_processor_cache_gb", "disable_mm_preprocessor_cache", "limit_mm_per_prompt")
 
 
 def _put_engine_options(keys: Keys) -> None:
+    """Translate arguments of vLLM: those of native keys, and those that change no weights."""
     entry = keys.get("vllm")
-    options = settings_of(entry)
-    if entry is None or not options:
+    options = {
+        name: value for name, value in settings_of(entry).items() if name not in _SPEED_OPTIONS
+    }
+    if entry is None or not settings_of(entry):
         return keys.record("vllm", KeyStatus.OFF, "")
-    for name in [name for name in options if name in _SPEED_OPTIONS]:
-        options.pop(name)
-    for name in [name for name in options if name in _OWN_OPTIONS]:
-        keys.translation.set(_OWN_OPTIONS[name], wrap(options.pop(name), entry.origin))
-    if options:
+    if "max_model_len" in options:
+        node = wrap(options.pop("max_model_len"), entry.origin)
+        keys.translation.set("rollout.engine.max_model_len", node)
+    problems = {name: option_problem(name, weights_change=True) for name in options}
+    for name, problem in problems.items():
+        if problem:
+            keys.translation.errors.append(f"{entry}: {name}: {problem}")
+    if options and not any(problems.values()):
         return keys.translation.assign(entry, ["rollout.engine.options"], options)
     return keys.record("vllm", KeyStatus.APPLIED, "rollout.engine")
 
