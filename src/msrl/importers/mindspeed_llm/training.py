@@ -15,6 +15,8 @@ from msrl.importers.routers import put_router
 from msrl.importers.sections import Keys, put_profile, put_tracker_options
 from msrl.importers.translation import KeyStatus, SourceKey, Translation
 
+_NO_CHECKPOINT = "None"  # in the scripts that pretrain gated delta networks
+
 
 def put_training(translation: Translation, keys: Keys) -> None:
     """Translate the keys of a supervised training that depend on each other."""
@@ -107,6 +109,8 @@ def _dtype(keys: Keys) -> None:
 
 def _initial_weights(translation: Translation, keys: Keys, *, is_text: bool) -> None:
     """Start a pretraining without a checkpoint from random weights, and refuse other trainings."""
+    if keys.value("load") == _NO_CHECKPOINT:
+        keys.discard(["load"], "names no folder, so the original starts from random weights")
     if keys.get("load") is not None or keys.get("pretrained_checkpoint") is not None:
         return
     if is_text:
