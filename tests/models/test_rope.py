@@ -31,7 +31,7 @@ EQUAL: dict[str, dict[str, Any]] = {
     "theta": {"rope_theta": 5e5},
     "parameters": {"rope_parameters": DEFAULT},
     "parameters without a type": {"rope_parameters": {"rope_theta": 2e6}},
-    "parameters precede the top level": {"rope_parameters": DEFAULT, "rope_theta": 5e5},
+    "parameters and the same theta above": {"rope_parameters": DEFAULT, "rope_theta": 2e6},
     "parameters without theta": {"rope_parameters": YARN, "rope_theta": 5e5},
     "parameters with the default theta": {"rope_parameters": YARN},
     "llama3": {"rope_parameters": {**LLAMA3, "rope_theta": 5e5}},
@@ -49,6 +49,12 @@ EQUAL: dict[str, dict[str, Any]] = {
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "scaling that replaces theta": (
         {"rope_parameters": DEFAULT, "rope_scaling": YARN}, "rope_parameters.rope_theta"),
+    "another theta above": ({"rope_parameters": DEFAULT, "rope_theta": 5e5}, "rope_theta"),
+    "another theta above the scaling": (
+        {"rope_scaling": {**YARN, "rope_theta": 2e6}, "rope_theta": 5e5}, "rope_theta"),
+    "another fraction above": (
+        {"rope_parameters": {**DEFAULT, "partial_rotary_factor": 0.5},
+        "partial_rotary_factor": 0.25}, "partial_rotary_factor"),
     "two scalings": (
         {"rope_parameters": YARN, "rope_scaling": LINEAR, "rope_theta": 2e6},
         "rope_parameters.rope_type"),

@@ -56,9 +56,20 @@ class _Table:
         return self.config.checked_positive(f"{self.key}.{name}", self.values.get(name), default)
 
     def positive_or_top_level(self, name: str, default: float) -> float:
-        """Return a setting of this mapping, or the one of that name at the config's top level."""
+        """Return a setting of this mapping, or the one of that name at the config's top level.
+
+        Raises:
+            MsrlError: It is invalid, or both places have different values: transformers 4 reads
+                one, and transformers 5 the other.
+        """
         if name in self.values:
-            return self.config.checked_positive(f"{self.key}.{name}", self.values[name], None)
+            value = self.config.checked_positive(f"{self.key}.{name}", self.values[name], None)
+            top_level = self.config.values.get(name)
+            if top_level not in (None, value):
+                self.config.fail(
+                    name, f"is {top_level}, but {self.key} has {value:g}. Remove one of them"
+                )
+            return value
         if name in self.config.values and self.config.values[name] is None:
             self.config.fail(
                 name, "has no default in transformers. Set it to a number or remove it"
