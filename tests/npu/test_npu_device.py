@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from msrl.platforms import get
 from msrl.platforms.npu import fusion_attention
 from msrl.trainer.model.grouped_products import grouped_linear
+from test_vllm_ascend import Absorbed, Worker
 
 
 @pytest.fixture(autouse=True)
@@ -338,3 +339,23 @@ os._exit(0)
 def test_memory_runs_out_and_errors_arrive_with_the_synchronization():
     size = str(4 << 20)
     assert _output(_FAILING, NPU_SIM_MEMORY_BYTES=size) == "out of memory returned failed"
+
+
+@pytest.mark.parametrize(
+    ("moves", "names"), [("", []), ("weight", ["weight"]), ("transposed", ["weight"])]
+)
+@pytest.mark.parametrize("load", [1, 2])
+def test_a_load_that_moves_a_tensor_of_the_device_is_noticed(
+    device: torch.device, moves: str, names: list[str], load: int
+):
+    """Captured graphs would read the old weights, after the first load or a later one."""
+    model = Absorbed().to(device)
+    worker = Worker(model)
+    worker.record_addresses()
+    for _ in range(load - 1):
+        model.load("")
+        assert worker.moved_tensors() == []
+    old = model.weight  # as in a graph, its memory is not free for the new tensor
+    model.load(moves)
+    assert worker.moved_tensors() == names
+    assert model.weight.cpu().eq(1).all() and (old is model.weight) == (moves != "weight")

@@ -202,11 +202,11 @@ class Absorbed(nn.Module):
             self.weight.fill_(1.0)
             self.impl.absorbed.fill_(1.0)
         if moves == "weight":
-            self.weight = nn.Parameter(torch.ones(4, 4))
+            self.weight = nn.Parameter(torch.ones_like(self.weight))
         elif moves == "transposed":
             self.weight.data = self.weight.data.t()
         elif moves == "scale":
-            self.scale = torch.ones(1)
+            self.scale = torch.ones_like(self.scale)
         elif moves == "absorbed":
             self.impl.absorbed = torch.ones(4, 4)
 
