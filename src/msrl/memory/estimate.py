@@ -37,7 +37,7 @@ from msrl.memory.states import (
 )
 from msrl.memory.tower import TowerBytes, tower_bytes
 from msrl.models.families import rules_for
-from msrl.models.kv_cache import kv_bytes_per_token
+from msrl.models.kv_cache import kv_bytes_per_token, state_bytes_per_sequence
 from msrl.models.parallel_layout import ParallelLayout
 from msrl.models.rules import Vocab
 from msrl.models.select import is_layer, select_names
@@ -383,6 +383,7 @@ def with_engine(
     cache = engine.kv_cache_bytes
     if cache is None:
         sequence = kv_bytes_per_token(shape, element, engine.tp) * plan.max_model_len
+        sequence += state_bytes_per_sequence(shape, element, engine.tp)
         all_sequences = sequence * engine.max_num_seqs
         if total is None:
             cache = all_sequences

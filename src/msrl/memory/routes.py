@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from msrl.memory.estimate import bytes_text
 from msrl.memory.states import element_bytes
-from msrl.models.kv_cache import kv_bytes_per_token
+from msrl.models.kv_cache import cache_blocks
 from msrl.models.shape import Shape
 from msrl.plan.run_plan import RunPlan
 from msrl.rollout.engine import BLOCK_TOKENS
@@ -29,12 +29,13 @@ def engine_route_bytes(plan: RunPlan, shape: Shape) -> int:
     """
     engine = plan.rollout.engine
     size = int(engine.options.get("block_size", BLOCK_TOKENS))
-    blocks = -(-plan.max_model_len // size) * engine.max_num_seqs + 1
+    cache = cache_blocks(shape, element_bytes(plan), engine.tp, size)
+    blocks = cache.per_sequence(plan.max_model_len) * engine.max_num_seqs + 1
     if engine.kv_cache_bytes is not None:
-        per_token = kv_bytes_per_token(shape, element_bytes(plan), engine.tp)
-        blocks = engine.kv_cache_bytes // (per_token * size)
+        blocks = engine.kv_cache_bytes // cache.num_bytes
     responses = -(-plan.samples_per_step // plan.num_engines)
-    return (blocks * size + responses * plan.max_model_len) * _bytes_per_token(shape)
+    tokens = blocks * cache.num_tokens + responses * plan.max_model_len
+    return tokens * _bytes_per_token(shape)
 
 
 def _bytes_per_token(shape: Shape) -> int:

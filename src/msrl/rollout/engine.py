@@ -20,7 +20,7 @@ from msrl.config.sections.rollout import EngineConfig
 from msrl.data.tokenizer import TextTokenizer
 from msrl.errors import MsrlError
 from msrl.models.entries import file_names
-from msrl.models.kv_cache import kv_bytes_per_token
+from msrl.models.kv_cache import cache_blocks
 from msrl.models.shape import Shape
 from msrl.platforms.base import Platform
 from msrl.types import Floats, Ints, PlacedImage, Prompt, RolloutGroup, Routes, SamplingParams
@@ -393,27 +393,36 @@ def kv_cache_bytes(
     settings: EngineSettings,
     dtype: str,
     max_model_len: int,
-    block_tokens: int,
     available_bytes: int,
 ) -> int:
-    """Return the size of a KV cache in main memory.
+    """Return the size of vLLM's cache in main memory.
 
-    It holds `max_num_seqs` sequences of maximum length, but uses at most the configured fraction of
-    the free memory.
+    By default, it holds `max_num_seqs` sequences of maximum length, but uses at most the configured
+    fraction of the free memory.
 
     Raises:
-        MsrlError: A single sequence of maximum length does not fit into that fraction.
+        MsrlError: A single sequence of maximum length does not fit into it.
     """
     engine = settings.engine
-    per_block = kv_bytes_per_token(shape, BYTES_PER_ELEMENT[dtype], engine.tp) * block_tokens
-    blocks_per_sequence = -(-max_model_len // block_tokens)
-    minimum = (blocks_per_sequence + 1) * per_block  # the engine reserves one block
-    requested = (blocks_per_sequence * engine.max_num_seqs + 1) * per_block
+    tokens = int(engine.options.get("block_size", BLOCK_TOKENS))
+    blocks = cache_blocks(shape, BYTES_PER_ELEMENT[dtype], engine.tp, tokens)
+    per_sequence = blocks.per_sequence(max_model_len)
+    minimum = (per_sequence + 1) * blocks.num_bytes  # the engine reserves one block
+    requested = (per_sequence * engine.max_num_seqs + 1) * blocks.num_bytes
+    needed = f"the KV cache of one sequence of {max_model_len} tokens takes {minimum >> 20} MiB"
+    explicit = engine.kv_cache_bytes
+    if explicit is not None:
+        # Blocks of latent attention are smaller on some processors.
+        if explicit < minimum and shape.mla is None:
+            raise MsrlError(
+                f"rollout.engine.kv_cache_bytes={explicit}: {needed} ({minimum} bytes) in "
+                f"{settings.model_dir}. Raise it or lower max_model_len."
+            )
+        return explicit
     limit = int(available_bytes * engine.memory_fraction)
     if minimum > limit:
         raise MsrlError(
-            f"{settings.model_dir}: the KV cache of one sequence of {max_model_len} tokens "
-            f"takes {minimum >> 20} MiB, but only "
+            f"{settings.model_dir}: {needed}, but only "
             f"{limit >> 20} MiB may be used ({engine.memory_fraction:g} of the free memory). "
             "Lower max_model_len or raise memory_fraction."
         )

@@ -15,7 +15,6 @@ from msrl.errors import nearest
 from msrl.models.shape import Shape
 from msrl.platforms.base import Platform
 from msrl.rollout.engine import (
-    BLOCK_TOKENS,
     EngineSettings,
     is_eager,
     kv_cache_bytes,
@@ -33,13 +32,13 @@ Value = Callable[[EngineSettings, Shape, Platform], Any]
 
 
 def _kv_cache_bytes(settings: EngineSettings, shape: Shape, platform: Platform) -> int | None:
-    if settings.engine.kv_cache_bytes is not None or not platform.shares_main_memory:
+    if not platform.shares_main_memory:
         return settings.engine.kv_cache_bytes
     import psutil
 
     dtype, length = settings.dtype or shape.dtype, model_length(settings, shape)
     available = int(psutil.virtual_memory().available)  # without swapping
-    return kv_cache_bytes(shape, settings, dtype, length, BLOCK_TOKENS, available)
+    return kv_cache_bytes(shape, settings, dtype, length, available)
 
 
 def _image_limit(settings: EngineSettings) -> dict[str, int] | None:
@@ -108,6 +107,8 @@ _ARGUMENTS: dict[str, tuple[str | None, Value]] = {
         lambda s, *_: s.engine.memory_fraction,
     ),
     "kv_cache_memory_bytes": ("rollout.engine.kv_cache_bytes", _kv_cache_bytes),
+    # As in transformers and the trainer. vLLM's default is the model's dtype.
+    "mamba_ssm_cache_dtype": (None, lambda _, shape, *__: "float32" if shape.delta else None),
     "enable_sleep_mode": ("rollout.engine.sleep", lambda *_: None),
     "load_format": ("", lambda s, *_: "dummy" if s.random_weights else "auto"),
     "logprobs_mode": ("", lambda *_: "processed_logprobs"),

@@ -10,7 +10,7 @@ from msrl.config.loader import Resolved
 from msrl.errors import MsrlError
 from msrl.memory.estimate import GB
 from msrl.memory.states import element_bytes
-from msrl.models.kv_cache import kv_bytes_per_token
+from msrl.models.kv_cache import kv_bytes_per_token, state_bytes_per_sequence
 from msrl.plan.run_plan import RunPlan, resolve
 from msrl.platforms.base import Level, Platform
 from msrl.workflows.training.memory_check import finding, fit
@@ -82,12 +82,13 @@ def _memory(plan: RunPlan, platform: Platform) -> Iterator[ConfigFinding]:
 
 def _cache(plan: RunPlan, cache_bytes: int) -> Iterator[ConfigFinding]:
     """Check that the KV cache can hold one sequence of maximum length."""
-    token = kv_bytes_per_token(plan.shape, element_bytes(plan), plan.rollout.engine.tp)
-    longest = plan.max_model_len
-    if cache_bytes < token * longest:
+    sizes = plan.shape, element_bytes(plan), plan.rollout.engine.tp
+    token, longest = kv_bytes_per_token(*sizes), plan.max_model_len
+    sequence = token * longest + state_bytes_per_sequence(*sizes)
+    if cache_bytes < sequence:
         text = (
-            f"{cache_bytes / GB:.2f} GB hold {cache_bytes // token} tokens, but one sequence "
-            f"has up to {longest}"
+            f"{cache_bytes / GB:.2f} GB hold {cache_bytes * longest // sequence} tokens, but one "
+            f"sequence has up to {longest}"
         )
         yield (
             "wrong",
@@ -98,7 +99,7 @@ def _cache(plan: RunPlan, cache_bytes: int) -> Iterator[ConfigFinding]:
         yield (
             "ok",
             "KV cache",
-            f"room for {cache_bytes // token:,} tokens, {cache_bytes // (token * longest):,} "
+            f"room for {cache_bytes * longest // sequence:,} tokens, {cache_bytes // sequence:,} "
             "of the longest sequences",
         )
 

@@ -45,6 +45,8 @@ _TOWERS: dict[str, dict[str, Any]] = {
     },
 }  # fmt: skip
 _TOWERS["qwen3-vl moe"] = _TOWERS["qwen3-vl"]
+_DELTA = ("qwen3.5, language model", "qwen3.5 moe, language model")  # bfloat16 only on CPU
+_TOWERS |= {name: {"num_position_embeddings": 25, "out_hidden_size": 128} for name in _DELTA}
 _TOWERS["internvl"] = {"num_hidden_layers": 3}
 TILE_TOKENS = ("<img>", "</img>", "<quad>", "<IMG_CONTEXT>", "<video>")
 _TILE_NAMES = {
@@ -64,6 +66,8 @@ def config(name: str) -> dict[str, Any]:
     }  # fmt: skip
     if name == "internvl":
         text["architectures"] = ["Qwen2ForCausalLM"]
+    elif name in _DELTA:
+        text |= {"linear_key_head_dim": 64, "linear_value_head_dim": 64}
     elif not name.startswith("qwen3-vl"):
         text["rope_scaling"] = {"type": "mrope", "mrope_section": [4, 6, 6]}
     return values

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -14,7 +16,12 @@ from fake_workers import FakeWorkers
 from msrl.config.sections.rollout import EngineConfig
 from msrl.errors import MsrlError
 from msrl.models.families import load_shape
-from msrl.models.kv_cache import kv_bytes_per_token
+from msrl.models.kv_cache import (
+    CacheBlocks,
+    cache_blocks,
+    kv_bytes_per_token,
+    state_bytes_per_sequence,
+)
 from msrl.platforms import get
 from msrl.rollout.engine import (
     EngineSettings,
@@ -166,10 +173,43 @@ def test_the_kv_cache_holds_all_sequences_or_fills_its_share_of_memory():
     shape = load_shape(qwen())
     settings = EngineSettings(Path("m"), engine=EngineConfig(max_num_seqs=4, memory_fraction=0.5))
     token = 24 * 2 * 2 * 64 * 2
-    assert kv_cache_bytes(shape, settings, "bfloat16", 200, 128, 1 << 40) == (4 * 256 + 128) * token
-    assert kv_cache_bytes(shape, settings, "bfloat16", 200, 128, 1000 * token) == 500 * token
+    assert kv_cache_bytes(shape, settings, "bfloat16", 200, 1 << 40) == (4 * 256 + 128) * token
+    assert kv_cache_bytes(shape, settings, "bfloat16", 200, 1000 * token) == 500 * token
     with pytest.raises(MsrlError, match=mentions("200 tokens", "4 MiB", "2 MiB", "0.5")):
-        kv_cache_bytes(shape, settings, "bfloat16", 200, 128, 400 * token)
+        kv_cache_bytes(shape, settings, "bfloat16", 200, 400 * token)
+    for size in (3 * 128 * token, 3 * 128 * token - 1):
+        engine = EngineConfig(kv_cache_bytes=size)
+        refused = pytest.raises(MsrlError, match=mentions(f"kv_cache_bytes={size}", "200 tokens"))
+        with refused if size % token else contextlib.nullcontext():
+            assert (
+                kv_cache_bytes(shape, replace(settings, engine=engine), "bfloat16", 200, 0) == size
+            )
+
+
+def test_the_cache_of_qwen_3_5_has_blocks_of_attention_and_of_states():
+    """Calculated by hand: 10 layers of attention and 30 delta networks make four groups of 10.
+
+    A token has two heads of 256 channels, keys and values: 2048 bytes in bfloat16. A state has
+    three inputs of 8192 channels in bfloat16 and 32 matrices of 128 x 128 in float32: 2146304
+    bytes, the room of 1048 tokens. 1152 is the next multiple of 128.
+    """
+    shape = load_shape(shared_data("configs", "aic", "Qwen--Qwen3.5-35B-A3B_config.json"))
+    blocks = cache_blocks(shape, 2, 1, 128)
+    assert blocks == CacheBlocks(10 * 1152 * 2048, 1152, attention_groups=1, state_groups=3)
+    assert [blocks.per_sequence(length) for length in (1, 1152, 1153)] == [4, 4, 5]
+    assert state_bytes_per_sequence(shape, 2, tp=2) == 30 * 2146304 // 2
+
+
+def test_windows_of_every_second_layer_make_two_groups_of_blocks():
+    shape = load_shape(qwen())
+    full = shape.layers[0]
+    window = replace(full, mixer=replace(full.mixer, window=32))
+    layers = (window, window, full, window, full)
+    blocks = cache_blocks(replace(shape, layers=layers), 2, 1, 16)
+    assert blocks == CacheBlocks(2 * 16 * 512, 16, attention_groups=3, state_groups=0)
+    layers = (full, window, full, window, window, full, full)
+    blocks = cache_blocks(replace(shape, layers=layers), 2, 1, 16)
+    assert blocks == CacheBlocks(4 * 16 * 512, 16, attention_groups=2, state_groups=0)
 
 
 def write_config(folder: Path, **changes: object) -> Path:

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
+from transformers import AutoModelForCausalLM
 from transformers.models.glm.modeling_glm import GlmModel
 
 import families
@@ -112,6 +113,46 @@ def test_the_engine_has_the_logprobs_of_the_reference(
         picked = exact.gather(-1, torch.from_numpy(row[1:])[:, None])[:, 0].numpy()
         np.testing.assert_allclose(logprobs, picked, rtol=0, atol=1e-4)
         start += len(row)
+
+
+@pytest.mark.full
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["qwen3-next", "qwen3.5", "qwen3.5 moe"])
+def test_an_engine_with_delta_networks_is_as_exact_as_bfloat16(tmp_path: Path, name: str) -> None:
+    """Compare new weights with transformers, whose own error in bfloat16 is the tolerance."""
+    folder, config = _save(tmp_path, name)
+    ids, weights = parity_ranks.sequences(190), families.weights(config)
+    exact, rounded = (_logprobs(folder, ids, dtype) for dtype in (torch.float32, torch.bfloat16))
+    tolerance = 2 * np.abs(exact - rounded).mean()
+    engine = VllmEngine(
+        EngineSettings(
+            folder,
+            dtype="bfloat16",
+            random_weights=True,
+            engine=EngineConfig(max_model_len=64, max_num_seqs=4, prefix_cache=False),
+        ),
+        get("cpu"),
+    )
+    for scale in (1.0, 0.5, 1.0):
+        engine.load_weights((key, (scale * value).bfloat16()) for key, value in weights.items())
+        error = np.abs(np.concatenate(engine.score(ids)) - exact).mean()
+        assert (error < tolerance) == (scale == 1.0), (error, tolerance)
+    groups = engine.generate([Prompt(0, ids[0])], replace(SAMPLING, with_routes=False), 0)
+    for sample in groups[0].completions:
+        scores = engine.score([np.concatenate((ids[0], sample.token_ids))])[0]
+        assert np.abs(scores[len(ids[0]) - 1 :] - sample.logprobs).mean() < tolerance
+    engine.close()
+
+
+def _logprobs(folder: Path, ids: Sequence[np.ndarray], dtype: torch.dtype) -> np.ndarray:
+    """Return transformers' log-probabilities of every token but the first of each row."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
+    results = list[np.ndarray]()
+    for row in map(torch.from_numpy, ids):
+        with torch.inference_mode():
+            logits = model(row[None]).logits[0, :-1].double().log_softmax(-1)
+        results.append(logits.gather(-1, row[1:, None])[:, 0].numpy())
+    return np.concatenate(results)
 
 
 @dataclass(frozen=True)
