@@ -25,10 +25,11 @@ from msrl.types import Completion, Reward, RolloutGroup, ScoredGroup
 from msrl.workflows.evaluate import run as evaluation
 from msrl.workflows.preprocess import run as preprocess
 from msrl.workflows.rl import setup
+from one_process import one_process
 from support import mentions
 from test_killed_grpo import at_step, killed_at
 from test_train_grpo import rollouts
-from training_runs import metrics, run_training
+from training_runs import metrics, run_training, write_config
 from vision_folders import encoded, picture
 
 
@@ -93,7 +94,12 @@ def test_engine_and_ranks_agree_on_pictures_before_and_after_an_update(inputs: P
     """A trained tower reaches the engine: else the second step would have a gap."""
     name = {"name": "picture-run", "dir": str(inputs / "runs"), "seed": 5}
     data = {"train": str(inputs / "data"), "eval": str(inputs / "data")}
-    run = run_training(inputs, _settings(inputs, run=name, data=data, eval={"every_steps": 2}))
+    settings = _settings(inputs, run=name, data=data, eval={"every_steps": 2})
+    with one_process(inputs) as workers:
+        file = write_config(inputs / "picture-run.yaml", settings)
+        (problem,) = workers.call("run", "train-grpo", "-c", str(file))
+    assert not problem, problem
+    run = inputs / "runs" / "picture-run"
     first, second = metrics(run)
     assert first["rollout/logprob_gap"] < 1e-5 and second["rollout/logprob_gap"] < 1e-5
     rows = [json.loads(line) for line in (run / "eval/step_000002.jsonl").open()]

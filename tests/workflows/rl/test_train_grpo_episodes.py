@@ -104,6 +104,7 @@ def assert_tokens_belong_to_their_versions(
     return num_mixed
 
 
+@pytest.mark.full
 def test_episodes_are_sampled_recorded_and_trained_token_by_token(
     inputs: Path, tmp_path: Path
 ) -> None:

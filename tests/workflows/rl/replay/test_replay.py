@@ -20,8 +20,9 @@ from msrl.tracking.rollouts import read_records
 from msrl.tracking.run import read_attempts
 from one_process import one_process
 from support import assert_mentions, mentions
-from test_train_grpo import make_inputs, settings
+from test_train_grpo import make_inputs, model_after, settings
 from training_runs import Command, metrics, write_config
+from transformers_logprobs import token_logprobs
 
 pytestmark = pytest.mark.slow
 STEPS = 3
@@ -68,7 +69,7 @@ def recorded_settings(inputs: Path, name: str) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a folder with models, data and the recorded runs of `RUNS` in `runs/NAME`."""
-    folder = make_inputs(tmp_path_factory.mktemp("replay"))
+    folder = make_inputs(tmp_path_factory.mktemp("replay"), ["untied"])
     with one_process(folder) as workers:
         for name in RUNS:
             file = write_config(folder / f"{name}.yaml", recorded_settings(folder, name))
@@ -101,7 +102,26 @@ def are_equal(first: Path, second: Path, step: int = STEPS) -> bool:
     return all(np.array_equal(before[name], after[name]) for name in before)
 
 
-@pytest.mark.parametrize("name", ["grpo", "remax", "episodes"])
+@pytest.mark.parametrize("name", ["grpo", "episodes"])
+def test_recorded_tokens_have_the_log_probabilities_of_the_policy_of_their_step(
+    inputs: Path, name: str, tmp_path: Path
+) -> None:
+    run = inputs / "runs" / name
+    for step in (1, 2):
+        model = model_after(run, step - 1, inputs / "untied", tmp_path)
+        for record in read_records(run / "rollouts" / f"step_{step:06d}.parquet"):
+            is_sampled = record.is_sampled[1:]
+            expected = token_logprobs(model, record.token_ids, temperature=0.9)[is_sampled]
+            assert np.abs(record.behavior_logprobs[1:][is_sampled] - expected).max() < 1e-4
+            if not record.is_dropped:
+                assert np.array_equal(record.loss_mask, record.is_sampled)
+        # The ranks compute the same log-probabilities as the engine.
+        assert metrics(run)[step - 1]["train/sampler_logprob_difference"] < 1e-5
+
+
+@pytest.mark.parametrize(
+    "name", ["grpo", pytest.param("remax", marks=pytest.mark.full), "episodes"]
+)
 def test_a_replay_with_the_same_settings_trains_the_same_weights(inputs: Path, name: str) -> None:
     run, again = inputs / "runs" / name, replay(inputs, name, f"{name}-again")
     for step in range(1, STEPS + 1):
@@ -119,6 +139,7 @@ def test_a_replay_with_the_same_settings_trains_the_same_weights(inputs: Path, n
                 assert getattr(before, field) == getattr(after, field), field
 
 
+@pytest.mark.full
 def test_the_report_compares_a_replay_with_the_recorded_run(inputs: Path) -> None:
     run, again = inputs / "runs" / "remax", inputs / "runs" / "remax-again"
     if not again.exists():
@@ -146,6 +167,7 @@ def test_another_loss_and_estimator_train_as_they_do_online(inputs: Path) -> Non
     assert not are_equal(inputs / "runs" / "remax", again, 1)
 
 
+@pytest.mark.full
 def test_rewards_are_computed_again(inputs: Path) -> None:
     computed = ("--set=rollout.replay.rewards=computed", "--steps", "1")
     again = replay(inputs, "remax", "computed", *computed)
@@ -177,6 +199,7 @@ def test_a_shuffled_record_has_the_same_groups_in_another_order(inputs: Path) ->
     assert sorted(chain(*before)) == sorted(chain(*after))
 
 
+@pytest.mark.full
 def test_a_killed_replay_resumes_bit_for_bit(inputs: Path) -> None:
     run, again = inputs / "runs" / "grpo", inputs / "runs" / "killed"
     words = ("-c", str(run / "config.yaml"), "--from-rollouts", str(run), "--name", "killed")
@@ -194,6 +217,7 @@ def test_a_killed_replay_resumes_bit_for_bit(inputs: Path) -> None:
         app(["train-grpo", *online], standalone_mode=False)
 
 
+@pytest.mark.full
 def test_a_replay_starts_no_engine_and_imports_no_vllm(inputs: Path) -> None:
     code = "import sys; from msrl.cli.app import app; app(sys.argv[1:], standalone_mode=False)"
     code += "; assert 'vllm' not in sys.modules; assert not __import__('ray').is_initialized()"
@@ -279,6 +303,12 @@ def test_responses_of_others_train_the_weights_of_the_record(inputs: Path) -> No
     again = replay(inputs, "remax", "normed", NORMED)
     file = write_responses(inputs, "remax", with_logprobs=True)
     assert are_equal(again, train_from(inputs, file, "others"))
+
+
+@pytest.mark.full
+def test_rewards_of_responses_of_others_are_computed(inputs: Path) -> None:
+    again = replay(inputs, "remax", "normed-once", NORMED, "--steps=1")
+    file = write_responses(inputs, "remax", with_logprobs=True)
     scored = ("--set=rollout.replay.rewards=computed", "--steps=1")
     assert are_equal(again, train_from(inputs, file, "others-scored", *scored), 1)
 
