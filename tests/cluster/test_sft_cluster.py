@@ -21,7 +21,7 @@ from msrl.free_ports import free_port
 from msrl.trainer.checkpointing.resume import SavedTraining
 from support import assert_mentions
 from tiny_qwen2 import save_model
-from training_runs import Command, metrics, rows, succeed, write_config, write_rows
+from training_runs import Command, metrics, rows, write_config, write_rows
 
 pytestmark = pytest.mark.slow
 RESOURCE = "msrl_device"
@@ -126,12 +126,10 @@ def start(folder: Path, name: str, address: str | None, **changes: dict[str, Any
 @pytest.fixture(scope="module")
 def local_run(folder: Path) -> Path:
     """Folder of a run on one machine."""
-    succeed(
-        "train-sft",
-        "-c",
-        str(write_config(folder / "local.yaml", settings("local", None))),
-        log=folder / "local.log",
-    )
+    from msrl.cli import app
+
+    file = write_config(folder / "local.yaml", settings("local", None))
+    app.app(["train-sft", "-c", str(file)], standalone_mode=False)
     return folder / "runs" / "local"
 
 
@@ -198,6 +196,7 @@ def test_a_rank_that_dies_ends_the_run_and_frees_the_devices(folder: Path, clust
     assert not [rank for rank in ranks if rank.is_running()]
 
 
+@pytest.mark.full
 def test_more_ranks_than_devices_are_refused_with_the_number_of_devices(folder: Path, cluster: str):
     command = start(
         folder,

@@ -46,7 +46,7 @@ from training_runs import (
 )
 
 pytestmark = pytest.mark.slow
-STEPS = 24
+STEPS = 12
 TRAIN = {
     "steps": STEPS,
     "global_batch": 8,
@@ -129,8 +129,8 @@ def config(inputs) -> dict[str, Any]:
         "data": {"train": str(inputs / "data"), "eval": str(inputs / "eval")},
         "cluster": {"platform": "cpu", "rpc_timeout_s": 120.0},
         "train": {**TRAIN, "parallel": {"tp": 2}},
-        "checkpoint": {"every_steps": 10, "keep": 2, "export_hf": True},
-        "eval": {"every_steps": 10},
+        "checkpoint": {"every_steps": 5, "keep": 2, "export_hf": True},
+        "eval": {"every_steps": 5},
     }
 
 
@@ -143,11 +143,9 @@ def named(config: dict[str, Any], name: str, **sections: dict[str, Any]) -> dict
 
 @pytest.fixture(scope="module")
 def complete_run(inputs, config) -> Path:
-    """Folder of an uninterrupted run, whose temporary files are listed in `complete.tmp`."""
-    tmp = make_tmp()
-    run = run_training(inputs, config, command="train-sft", tmp=tmp)
-    (inputs / "complete.tmp").write_text("\n".join(files_in(tmp)))
-    return run
+    """Folder of an uninterrupted run."""
+    run_in_process(config)
+    return inputs / "runs" / "complete"
 
 
 def test_a_run_writes_metrics_events_configuration_report_and_curves(complete_run, config):
@@ -158,7 +156,7 @@ def test_a_run_writes_metrics_events_configuration_report_and_curves(complete_ru
         assert {"train/loss", "train/grad_norm", "train/lr", "train/loss_tokens"} <= set(row)
         assert all(np.isfinite(value) for value in row.values())
     evaluated = [step for step, row in enumerate(metrics(complete_run), 1) if "eval/loss" in row]
-    assert evaluated == [10, 20, 24]
+    assert evaluated == [5, 10, 12]
     assert [row["train/lr"] for row in metrics(complete_run)][:3] == pytest.approx(
         [5e-4, 1e-3, 1e-3]
     )
@@ -182,10 +180,10 @@ def test_only_the_newest_checkpoints_are_kept(complete_run):
         for path in (complete_run / "checkpoints").iterdir()
         if path.name.startswith((".", "iter_"))
     ]
-    assert sorted(names) == ["iter_0000020", "iter_0000024"]
+    assert sorted(names) == ["iter_0000010", "iter_0000012"]
     assert sorted(path.name for path in (complete_run / "checkpoints" / "training").iterdir()) == [
-        "iter_0000020",
-        "iter_0000024",
+        "iter_0000010",
+        "iter_0000012",
     ]
     assert latest_iteration(complete_run / "checkpoints") == STEPS
 
@@ -196,19 +194,12 @@ def test_the_converted_checkpoint_equals_the_export_and_transformers_agrees_with
 ):
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
+    from msrl.cli import app
     from msrl.trainer.probe import megatron_logits
 
     target = inputs / "converted"
-    succeed(
-        "convert-ckpt",
-        "mcore2hf",
-        "--load",
-        str(complete_run / "checkpoints"),
-        "--save",
-        str(target),
-        "--no-verify",
-        log=inputs / "c.log",
-    )
+    words = ["--load", str(complete_run / "checkpoints"), "--save", str(target), "--no-verify"]
+    app.app(["convert-ckpt", "mcore2hf", *words], standalone_mode=False)
     assert_same_weights(complete_run / "checkpoints", target)
     assert_same_weights(target, complete_run / "hf")
     model = AutoModelForCausalLM.from_pretrained(complete_run / "hf", dtype=torch.float32)
@@ -247,20 +238,16 @@ def test_an_existing_run_and_its_checkpoints_are_not_overwritten(
     with pytest.raises(MsrlError, match=mentions("already exists", "--resume auto")):
         run_in_process(config)
     saved = {"save": str(complete_run / "checkpoints")}
-    with pytest.raises(MsrlError, match=mentions("steps 20, 24", "step 0")):
+    with pytest.raises(MsrlError, match=mentions("steps 10, 12", "step 0")):
         run_in_process(named(config, "again", checkpoint=saved))
     shutil.copytree(complete_run / "checkpoints", tmp_path / "old")
-    old = {"save": str(tmp_path / "old"), "resume": str(tmp_path / "old" / "iter_0000020")}
-    with pytest.raises(MsrlError, match=mentions("step 24", "step 20")):
+    old = {"save": str(tmp_path / "old"), "resume": str(tmp_path / "old" / "iter_0000010")}
+    with pytest.raises(MsrlError, match=mentions("step 12", "step 10")):
         run_in_process(named(config, "again", checkpoint=old))
     resumed = {"save": str(tmp_path / "old"), "resume": "auto"}
-    with pytest.raises(MsrlError, match=mentions("train.steps=20", f"step {STEPS}")):
-        run_in_process(named(config, "again", checkpoint=resumed, train={"steps": 20}))
+    with pytest.raises(MsrlError, match=mentions("train.steps=10", f"step {STEPS}")):
+        run_in_process(named(config, "again", checkpoint=resumed, train={"steps": 10}))
     assert not (inputs / "runs" / "again").exists()
-
-
-def test_a_run_removes_its_temporary_files(complete_run, inputs):
-    assert (inputs / "complete.tmp").read_text() == ""
 
 
 @pytest.mark.parametrize(
@@ -279,13 +266,14 @@ def test_an_interrupt_saves_after_the_current_step_and_the_resumed_run_is_bitwis
     file = write_config(
         inputs / "interrupted.yaml", named(config, name, checkpoint={"every_steps": None})
     )
-    run = inputs / "runs" / name
-    command = Command("train-sft", "-c", str(file), log=inputs / "interrupted.log")
+    run, tmp = inputs / "runs" / name, make_tmp()
+    command = Command("train-sft", "-c", str(file), log=inputs / "interrupted.log", tmp=tmp)
     command.when(lambda: len(rows(run)) >= 2)
     if number == signal.SIGTERM:
         command.process.send_signal(number)
     command.signal_group(number)
     assert command.wait() == 130, command.output()
+    assert files_in(tmp) == []
     done = len(rows(run))
     assert done < STEPS
     assert (
@@ -298,6 +286,7 @@ def test_an_interrupt_saves_after_the_current_step_and_the_resumed_run_is_bitwis
     assert_same_weights(run / "checkpoints", complete_run / "checkpoints")
 
 
+@pytest.mark.full
 def test_an_interrupt_while_ranks_start_ends_the_run_immediately(config, inputs):
     file = write_config(inputs / "early.yaml", named(config, "interrupted early"))
     command = Command("train-sft", "-c", str(file), log=inputs / "interrupted early.log")
@@ -349,6 +338,7 @@ def test_a_kill_during_a_save_keeps_the_last_checkpoint_and_the_resumed_run_is_b
     assert not list(saves.glob("**/.*partial"))
 
 
+@pytest.mark.full
 def test_a_rank_that_dies_ends_the_run_with_a_message_that_names_it(complete_run, config, inputs):
     changes = {
         "model": {"path": str(inputs / "hf"), "dtype": "bfloat16"},
