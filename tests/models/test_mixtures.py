@@ -50,15 +50,12 @@ LAYOUTS = {
 
 USUAL = (
     ("qwen3 moe", "ep2"),
-    ("mixtral", "tp2 ep2 etp1"),
     ("deepseek v2 lite", "tp2 ep2 etp2"),
     ("deepseek v3", "pp2 ep2"),
     ("gpt-oss", "tp2 ep2 etp1"),
-    ("hunyuan 3", "ep2"),
     ("ling 2", "tp2 ep2 etp1"),
     ("glm 4.7 flash", "tp2"),
     ("deepseek v3.2", "one rank"),
-    ("glm 5", "one rank"),
     ("glm 5.2", "one rank"),
 )
 # Stages would begin with layers that share the choice of a layer before them.

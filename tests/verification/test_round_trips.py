@@ -24,6 +24,9 @@ from msrl.verification.bits import compare
 from tiny_checkpoints import LAYOUTS
 
 ROWS = FAMILIES | MIXTURES
+FULL = [pytest.mark.full]
+# Outside of the full tables: biases, latent attention, indexers, delta networks, and images.
+USUAL = ("gpt-oss", "deepseek v3.2", "qwen3.5 moe", "qwen3-vl moe")
 SPREAD = {
     "ep4": ParallelLayout(ep=4), "tp2 ep2 etp1": ParallelLayout(2, ep=2, etp=1),
     "tp2 pp2 ep2": ParallelLayout(2, 2, ep=2), "tp2 ep4 etp1": ParallelLayout(2, ep=4, etp=1),
@@ -82,7 +85,14 @@ def _assert_same_folder(folder: Path, expected: Path) -> None:
 
 @pytest.mark.sample(7)
 @pytest.mark.parametrize(
-    "name", [*FAMILIES, *(pytest.param(name, marks=pytest.mark.slow) for name in MIXTURES)]
+    "name",
+    [
+        *FAMILIES,
+        *(
+            pytest.param(name, marks=[pytest.mark.slow, *([] if name in USUAL else FULL)])
+            for name in MIXTURES
+        ),
+    ],
 )
 def test_a_family_comes_back_from_a_chain_of_layouts_in_both_formats(
     folders: dict[str, Path], name: str, tmp_path: Path

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -80,28 +79,18 @@ TABLE = [
     if (model, layout) not in WITHOUT_LAYOUT
     if model in MIXTURES or not LAYOUTS[layout].get("layout", Layout()).ep > 1
 ]
-# Every model, every layout except some of experts, with and without recomputation
+# Every model and every kind of parallelism, with and without recomputation
 FAST = [
-    ("qwen2-vl", "one rank", False),
     ("qwen2.5-vl", "one rank", True),
-    ("qwen3-vl", "one rank", False),
-    ("qwen3.5", "one rank", False),
-    ("qwen2-vl", "single rows", True),
     ("qwen3.5", "tp2", True),
     ("qwen3-vl", "tp2 sp", True),
     ("qwen2-vl", "pp2", True),
-    ("qwen2.5-vl", "vpp", False),
-    ("qwen2.5-vl", "cp2", True),
     ("qwen3-vl", "cp2 ring", False),
     ("qwen3.5", "cp2 ulysses", False),
-    ("qwen3-vl", "cp4 hybrid", True),
-    ("qwen2-vl", "dp2", False),
     ("qwen2.5-vl", "dp2 text", True),
     ("qwen2-vl", "cp2 dp2", False),
-    ("qwen3-vl moe", "ep2", True),
     ("qwen3-vl moe", "tp2 ep2 etp1", False),
     ("internvl", "one rank", True),
-    ("internvl", "tp2 sp", False),
 ]
 
 
@@ -144,16 +133,17 @@ def _overlapping(folder: Path, name: str, *, recomputed: bool) -> Case:
 def test_steps_with_and_without_pictures_overlap_their_reduction(
     folders: dict[str, Path],
 ) -> None:
-    models = zip(OVERLAPPED, cycle(("qwen2-vl", "qwen2.5-vl", "qwen3-vl")), strict=False)
     cases = [
-        _overlapping(folders[model], name, recomputed=number % 2 == 1)
-        for number, (name, model) in enumerate(models)
+        _overlapping(folders["qwen2-vl"], "text last", recomputed=False),
+        _overlapping(folders["qwen3-vl"], "text on one rank", recomputed=True),
+        _overlapping(folders["qwen2.5-vl"], "tp2 sp", recomputed=False),
     ]
     results = image_ranks.run(cases)
     for case in cases:
         _assert_equal(case, results[case.name])
 
 
+@pytest.mark.full
 def test_only_parts_with_a_learning_rate_are_trained(folders: dict[str, Path]) -> None:
     changes: dict[str, dict[str, Any]] = {
         "none": {"vision": VisionConfig()},

@@ -66,18 +66,19 @@ LAYOUTS = {
 }
 
 FAST_PAIRS = (("deepseek v3", "ep2"), ("gpt-oss", "tp2 ep2 etp1"))
+FAST_NAMES = tuple(name for name, _ in FAST_PAIRS)
 TRAINED = ("qwen3 moe", "deepseek v2 lite", "gpt-oss", "deepseek v3")
 SLOW_PAIRS = tuple(
     (name, layout) for name in TRAINED for layout in LAYOUTS if (name, layout) not in FAST_PAIRS
 )
 COMPARED = (
-    ("qwen3 moe", "ep2"),
     ("qwen3 moe", "pp2 vpp1 ep2"),
-    ("gpt-oss, clamped", "tp2 ep2 etp1"),
     ("gpt-oss, clamped", "tp2 ep2 etp2"),
     ("deepseek v3", "tp2 ep2 etp1"),
 )
 ALSO_COMPARED = (
+    ("qwen3 moe", "ep2"),
+    ("gpt-oss, clamped", "tp2 ep2 etp1"),
     *[
         ("qwen3 moe", layout)
         for layout in ("tp2 ep2 etp1", "tp2 ep2 etp2", "pp2 ep2, uneven", "pp2 ep2, empty layers")
@@ -128,7 +129,7 @@ def _first_step(name: str, layout: str, folders: dict[str, Path], saves: Path) -
 def _fast_cases(folders: dict[str, Path], saves: Path) -> list[Case]:
     model = folders["deepseek v3"]
     return [
-        *[_row(name, "single", folders) for name in TRAINED],
+        *[_row(name, "single", folders) for name in FAST_NAMES],
         *[_row(name, layout, folders) for name, layout in FAST_PAIRS],
         *[_first_step(name, layout, folders, saves) for name, layout in COMPARED],
         Case(
@@ -152,26 +153,9 @@ def _fast_cases(folders: dict[str, Path], saves: Path) -> list[Case]:
             )
             for name, layout in (
                 ("resumed ep2", Layout(ep=2)),
-                ("resumed single from ep2", Layout()),
                 ("resumed tp2 ep2 etp1 from ep2", Layout(tp=2, ep=2, etp=1)),
             )
         ],
-        Case(
-            "saved tp2 ep2 etp2",
-            model,
-            Layout(tp=2, ep=2),
-            steps=4,
-            save_at=4,
-            save_to=saves / "tp2",
-        ),
-        Case(
-            "resumed pp2 ep2 from tp2 ep2 etp2",
-            model,
-            Layout(pp=2, ep=2),
-            first_step=4,
-            steps=STEPS,
-            resume_from=saves / "tp2",
-        ),
         Case(
             "bf16 ep2",
             model,
@@ -193,6 +177,37 @@ def _fast_cases(folders: dict[str, Path], saves: Path) -> list[Case]:
     ]
 
 
+def _more_resumed(folders: dict[str, Path], saves: Path) -> list[Case]:
+    """Return a run that resumes on fewer ranks, and one that resumes with other stages."""
+    model = folders["deepseek v3"]
+    return [
+        Case(
+            "resumed single from ep2",
+            model,
+            first_step=4,
+            steps=STEPS,
+            resume_from=saves / "ep2",
+            critic=model,
+        ),
+        Case(
+            "saved tp2 ep2 etp2",
+            model,
+            Layout(tp=2, ep=2),
+            steps=4,
+            save_at=4,
+            save_to=saves / "tp2",
+        ),
+        Case(
+            "resumed pp2 ep2 from tp2 ep2 etp2",
+            model,
+            Layout(pp=2, ep=2),
+            first_step=4,
+            steps=STEPS,
+            resume_from=saves / "tp2",
+        ),
+    ]
+
+
 @pytest.fixture(scope="module")
 def saves(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("saves")
@@ -204,9 +219,14 @@ def results(folders: dict[str, Path], saves: Path) -> dict[str, Result]:
 
 
 @pytest.fixture(scope="module")
-def more_results(folders: dict[str, Path], saves: Path) -> dict[str, Result]:
-    first_steps = [_first_step(name, layout, folders, saves) for name, layout in ALSO_COMPARED]
-    return _train([*first_steps, *[_row(name, layout, folders) for name, layout in SLOW_PAIRS]])
+def more_results(
+    results: dict[str, Result], folders: dict[str, Path], saves: Path
+) -> dict[str, Result]:
+    """Return further results; runs resume from checkpoints of `results`."""
+    cases = [_first_step(name, layout, folders, saves) for name, layout in ALSO_COMPARED]
+    cases += [_row(name, layout, folders) for name, layout in SLOW_PAIRS]
+    cases += [_row(name, "single", folders) for name in TRAINED if name not in FAST_NAMES]
+    return _train([*cases, *_more_resumed(folders, saves)])
 
 
 def _train(cases: list[Case]) -> dict[str, Result]:
@@ -272,13 +292,23 @@ def test_the_gradient_of_every_tensor_agrees_with_transformers_in_more_layouts(
     )
 
 
-@pytest.mark.parametrize("name", TRAINED)
+@pytest.mark.parametrize("name", FAST_NAMES)
 def test_losses_agree_with_transformers_and_adamw(
     results: dict[str, Result], folders: dict[str, Path], name: str
 ) -> None:
-    np.testing.assert_allclose(
-        _losses(results[f"{name}, single"]), _transformers_losses(folders[name]), rtol=0, atol=1e-4
-    )
+    _assert_transformers_losses(results[f"{name}, single"], folders[name])
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", [name for name in TRAINED if name not in FAST_NAMES])
+def test_losses_of_more_models_agree_with_transformers_and_adamw(
+    more_results: dict[str, Result], folders: dict[str, Path], name: str
+) -> None:
+    _assert_transformers_losses(more_results[f"{name}, single"], folders[name])
+
+
+def _assert_transformers_losses(result: Result, folder: Path) -> None:
+    np.testing.assert_allclose(_losses(result), _transformers_losses(folder), rtol=0, atol=1e-4)
 
 
 def _assert_same(actual: Result, single: Result, steps: slice = slice(None)) -> None:
@@ -314,26 +344,27 @@ def test_a_mixture_trains_equally_in_some_layouts(
 def test_all_mixtures_train_equally_in_all_layouts(
     results: dict[str, Result], more_results: dict[str, Result], name: str, layout: str
 ) -> None:
-    _assert_same(more_results[f"{name}, {layout}"], results[f"{name}, single"])
+    both = results | more_results
+    _assert_same(both[f"{name}, {layout}"], both[f"{name}, single"])
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "resumed single from ep2",
-        "resumed tp2 ep2 etp1 from ep2",
-        "resumed pp2 ep2 from tp2 ep2 etp2",
-    ],
-)
-def test_another_layout_resumes_the_same_run(results: dict[str, Result], name: str) -> None:
-    _assert_same(results[name], results["deepseek v3, single"], slice(4, None))
+def test_another_layout_resumes_the_same_run(results: dict[str, Result]) -> None:
+    resumed = results["resumed tp2 ep2 etp1 from ep2"]
+    _assert_same(resumed, results["deepseek v3, single"], slice(4, None))
+    _assert_same_critic(resumed, results["resumed ep2"])
 
 
-@pytest.mark.parametrize("name", ["resumed single from ep2", "resumed tp2 ep2 etp1 from ep2"])
-def test_a_critic_with_experts_resumes_equally_in_other_layouts(
-    results: dict[str, Result], name: str
+@pytest.mark.full
+def test_more_layouts_resume_the_same_run(
+    results: dict[str, Result], more_results: dict[str, Result]
 ) -> None:
-    for actual, expected in zip(results[name].reports, results["resumed ep2"].reports, strict=True):
+    for name in ("resumed single from ep2", "resumed pp2 ep2 from tp2 ep2 etp2"):
+        _assert_same(more_results[name], results["deepseek v3, single"], slice(4, None))
+    _assert_same_critic(more_results["resumed single from ep2"], results["resumed ep2"])
+
+
+def _assert_same_critic(result: Result, same_layout: Result) -> None:
+    for actual, expected in zip(result.reports, same_layout.reports, strict=True):
         assert expected["value_squares"] > 0
         for metric in ("value_loss", "value_squares", "value_grad_norm"):
             assert actual[metric] == pytest.approx(expected[metric], rel=2e-4), metric
