@@ -402,6 +402,7 @@ def test_device_ids_lists_all_devices_of_a_worker(run):
     assert placed.device_ids("actor", 0) + placed.device_ids("actor", 1) in [("0", "1"), ("1", "0")]
 
 
+@pytest.mark.full
 def test_workers_have_the_priority_of_the_command(run):
     from msrl.cluster.waiting import wait_all
 
@@ -457,6 +458,7 @@ def test_an_msrl_error_of_a_worker_is_raised_unchanged(run):
     end(actor)
 
 
+@pytest.mark.full
 def test_a_dead_worker_is_reported_before_its_failed_peers(run, monkeypatch):
     from msrl.cluster.waiting import WorkerError, wait_all
 
@@ -527,6 +529,7 @@ def test_a_worker_without_heartbeats_counts_as_dead_and_can_be_replaced(run):
     session.end("actor", [1])
 
 
+@pytest.mark.full
 def test_workers_that_do_not_answer_in_time_are_reported(run):
     from msrl.cluster.waiting import WorkerTimeoutError, wait_all
 

@@ -81,6 +81,7 @@ def test_another_key_is_refused():
     assert last.done
 
 
+@pytest.mark.full
 def test_an_agent_that_fails_is_a_fault():
     _, last = play("fail", ["x"])
     assert isinstance(last, EpisodeFault) and last.reason == "error"
@@ -105,7 +106,9 @@ def template(tmp_path_factory: pytest.TempPathFactory) -> EpisodeTemplate:
     return EpisodeTemplate(open_tokenizer(folder))
 
 
-@pytest.mark.parametrize(("agent", "num_sequences"), [("chat", 1), ("forget", 2)])
+@pytest.mark.parametrize(
+    ("agent", "num_sequences"), [("chat", 1), pytest.param("forget", 2, marks=pytest.mark.full)]
+)
 def test_answers_to_an_agent_are_recorded_as_sampled(
     agent: str, num_sequences: int, template: EpisodeTemplate
 ):

@@ -20,6 +20,7 @@ COLUMNS = {"prompt": "question", "response": "answer", "extra.question": "questi
 pytestmark = pytest.mark.slow  # imports transformers
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("task", ["lake", pytest.param("calculator", marks=pytest.mark.full)])
 def test_the_inputs_of_a_task_pass_all_checks(
     task: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

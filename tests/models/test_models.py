@@ -353,6 +353,7 @@ print(json.dumps(list(inspect.signature(TransformerConfig).parameters)))
 """
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_settings_are_arguments_of_transformer_config() -> None:
     done = subprocess.run(

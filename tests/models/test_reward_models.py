@@ -222,6 +222,7 @@ def test_scores_of_real_ranks_agree_with_transformers_in_every_layout(tmp_path: 
             assert np.abs(scores[f"{row}, {name}"][ends] - expected).max() < 1e-4, (row, name)
 
 
+@pytest.mark.full
 @pytest.mark.slow
 @pytest.mark.parametrize("fits", [True, pytest.param(False, marks=pytest.mark.full)])
 def test_the_conversion_of_a_reward_model_is_verified_by_its_scores(

@@ -208,6 +208,7 @@ def test_cpu_redirects_cuda_only_in_a_process_that_calls_prepare():
     ]
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_megatron_is_imported_unmodified_after_prepare():
     code = (

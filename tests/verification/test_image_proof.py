@@ -22,6 +22,7 @@ def report(capsys: pytest.CaptureFixture[str]) -> str:
     return " ".join(capsys.readouterr().out.split())
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("name", "layout"),
     [

@@ -185,6 +185,7 @@ def mixture(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mixture]:
     engine.close()
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_the_engine_uses_the_experts_that_are_loaded_into_it(mixture: Mixture) -> None:
     """Load the weights of a Qwen3 mixture twice into an engine with random weights, as after every

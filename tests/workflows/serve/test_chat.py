@@ -148,6 +148,7 @@ def test_turns_that_do_not_fit_are_dropped_with_a_note(engine, renderer, capsys)
     assert_mentions(notes[1], "256 tokens", "question")
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_chat_answers_lines_from_a_pipe_and_leaves_at_its_end(folder):
     command = [
