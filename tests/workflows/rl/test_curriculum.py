@@ -23,6 +23,7 @@ from msrl.config.sections.rollout import AsyncConfig
 from msrl.errors import ManyErrors, MsrlError
 from msrl.rewards.score import Scores
 from msrl.types import Prompt, Reward, RolloutGroup, ScoredGroup
+from msrl.workflows.rl import setup
 from msrl.workflows.rl.asynchronous.rollouts import AsyncRollouts
 from msrl.workflows.rl.levels import prompt_levels
 from msrl.workflows.rl.rollouts import Rollouts
@@ -160,6 +161,13 @@ def test_a_step_without_any_verdict_is_refused():
     rollouts = rollouts_of(RANGE, engine, {}, FilterConfig())
     with pytest.raises(MsrlError, match=mentions("data.curriculum.sampler", "eval.source")):
         rollouts.generate(0, Clock())
+
+
+def test_a_step_needs_as_many_prompts_as_the_data_has():
+    made = synchronous.make_rollouts(JudgedEngine(set()), FilterConfig(), prompts_per_step=13)
+    job: Any = add_curriculum(made._job, RANGE)
+    with pytest.raises(MsrlError, match=mentions("rollout.prompts_per_step=13", "has 12")):
+        setup._levels(job.config, job.prompts)
 
 
 def async_run(
