@@ -10,6 +10,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
+from functools import cache
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -167,7 +168,12 @@ def _field(key: str) -> Any:
     *path, name = key.split(".")
     model = model_at(path)
     assert model is not None, key
-    return model.model_fields[name], model.model_json_schema()
+    return model.model_fields[name], _schema(model)
+
+
+@cache
+def _schema(model: Any) -> Any:
+    return model.model_json_schema()
 
 
 def _values(key: str) -> str:
@@ -343,11 +349,18 @@ def _target(row: Any) -> str:
 
 def _is_supported(row: Any) -> bool:
     """Return True if this version has the native keys of a row, as keys or as sections."""
-    from msrl.config.messages import keys
     from msrl.importers.native_keys import has_key
 
-    known = set(keys())
-    return all(has_key(key) or any(name.startswith(f"{key}.") for name in known) for key in row.to)
+    return all(
+        has_key(key) or any(name.startswith(f"{key}.") for name in _native_keys()) for key in row.to
+    )
+
+
+@cache
+def _native_keys() -> tuple[str, ...]:
+    from msrl.config.messages import keys
+
+    return tuple(keys())
 
 
 def _note(row: Any) -> str:

@@ -180,13 +180,13 @@ def assert_names_the_extra(done: subprocess.CompletedProcess[str], folder: Path)
     assert not [*folder.glob("new*")]
 
 
-@pytest.mark.sample(6)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("words", LIGHT)
 def test_what_login_nodes_do_needs_no_optional_package(words: str, light: Run) -> None:
     assert_works(light(words))
 
 
-@pytest.mark.sample(5)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("words", HEAVY)
 def test_other_commands_name_the_extra_in_one_line(words: str, folder: Path, light: Run) -> None:
     assert_names_the_extra(light(words), folder)
