@@ -108,7 +108,7 @@ def tests(session: nox.Session) -> None:
 @nox.session
 def fast(session: nox.Session) -> None:
     """Run the tests that start no ranks, engines or clusters; a few minutes on two cores."""
-    run_tests(session, "-m", "not slow and not full")
+    run_tests(session, "-m", "not slow and not full", workers_per_core=1)
 
 
 @nox.session
@@ -294,10 +294,11 @@ def chain(session: nox.Session) -> None:
     run_example(session, "examples/chain/run.py", *session.posargs)
 
 
-def run_tests(session: nox.Session, *options: str) -> None:
+def run_tests(session: nox.Session, *options: str, workers_per_core: int = 2) -> None:
     """Run pytest in parallel with these options and those after `--`."""
     install(session, "cpu,dev")
-    python(session, "-m", "pytest", *options, *parallel_options(), *session.posargs)
+    parallel = parallel_options(workers_per_core)
+    python(session, "-m", "pytest", *options, *parallel, *session.posargs)
 
 
 def test_extra(session: nox.Session, extra: str, *tests: str) -> None:
@@ -319,16 +320,18 @@ def python(session: nox.Session, *args: str) -> None:
     session.run(sys.executable, *args, env=OFFLINE | ONE_THREAD | BYTECODE_FILES)
 
 
-def parallel_options() -> tuple[str, ...]:
-    """Return pytest-xdist's options for twice as many workers as cores, as far as memory allows.
+def parallel_options(workers_per_core: int = 2) -> tuple[str, ...]:
+    """Return pytest-xdist's options for as many workers as cores and memory allow.
 
-    One worker per core keeps it busy for 70% of the time, because tests also wait for processes
-    and time limits. One worker runs all tests of a file, so that the file's ranks start once.
+    With slow tests, one worker per core keeps it busy for 70% of the time, because they also wait
+    for processes and time limits. Quick tests wait less than two more workers need to collect them.
+    One worker runs all tests of a file, so that the file's ranks start once.
     """
     if sys.platform != "linux":
         return ()
     cores = len(os.sched_getaffinity(0))
-    workers = min(MAX_WORKERS, 2 * cores, available_bytes() // BYTES_PER_WORKER)
+    wanted = workers_per_core * cores
+    workers = min(MAX_WORKERS, wanted, available_bytes() // BYTES_PER_WORKER)
     if workers <= 1:
         return ()
     return ("-n", str(workers), "--dist", "loadfile", "--no-loadscope-reorder")
