@@ -105,6 +105,7 @@ print(names.count("gloo_tcp_loop"), timeouts, values.tolist())
 """
 
 
+@pytest.mark.slow
 def test_gloo_groups_share_one_device_and_keep_their_options(tmp_path: Path):
     environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo"}
     done = subprocess.run(

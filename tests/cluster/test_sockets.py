@@ -26,6 +26,7 @@ time.sleep(600)
 """
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("kind", ["socket.SOCK_STREAM", "socket.SOCK_DGRAM"])
 @pytest.mark.parametrize(
     ("family", "host"), [("socket.AF_INET", "0.0.0.0"), ("socket.AF_INET6", "::")]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -26,9 +27,11 @@ from test_episodes import END, ids, run_one
 from tiny_qwen2 import make_tokenizer
 from training_runs import children, listening_hosts
 
-pytest.importorskip("openai")
 AGENT = locate("chat_agent.py")
-pytestmark = pytest.mark.slow  # the import of openai takes seconds
+pytestmark = [
+    pytest.mark.slow,  # the import of openai takes seconds
+    pytest.mark.skipif(find_spec("openai") is None, reason="the package openai is not installed"),
+]
 
 
 def play(agent: str, answers: Sequence[str], **row: Any) -> list[Any]:

@@ -35,6 +35,7 @@ def options(task):
     return own["options"]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("task", tasks.TASKS)
 def test_worked_answers_are_right_for_the_reward(task):
     for _, problem in tasks.problems({task: 80}, "test"):

@@ -76,6 +76,7 @@ def refusal(scores, **options):
     return str(error.value)
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(
     ("name", "kind", "cause"),
     [
@@ -102,6 +103,7 @@ def test_a_function_that_fails_on_every_call_ends_the_step_with_its_cause(own, n
     assert "\n" not in message and len(message) < 1000
 
 
+@pytest.mark.slow
 def test_a_verifier_that_fails_on_every_call_ends_the_step():
     boxed = "\\boxed{" + "+".join(f"\\sqrt[{n}]{{x^{{{n}}}+{n}}}" for n in range(2, 60)) + "}"
     with Scorer([Source(verifier="acc", timeout_s=0.3)], 1) as scorer:
@@ -192,6 +194,7 @@ def test_hanging_on_the_first_prompts_does_not_stop_a_function_that_answers_othe
     assert [g.rewards[0].total for g in scores.groups[1:]] == [1.0] * 3
 
 
+@pytest.mark.slow
 def test_a_stopped_worker_returns_the_calls_of_other_functions(own):
     functions = [
         Function("own", name, {}, limit_s, own)

@@ -241,6 +241,7 @@ def test_hostile_answers_are_wrong_within_the_limit(boxed):
     assert scores.groups[0].rewards[0].total < 0
 
 
+@pytest.mark.slow
 def test_thousands_of_easy_calls_a_second():
     response = "<think> " + "7+5=12; " * 150 + "</think><answer> \\boxed{132} </answer>"
     with Scorer([Source(verifier="base_acc"), Source(verifier="format", weight=0.1)], 2) as scorer:
@@ -260,7 +261,7 @@ def test_a_total_is_the_weighted_sum_of_its_named_rewards():
             Source(verifier="format", weight=0.1),
             Source(verifier="strict_format", weight=2.0),
         ],
-        2,
+        1,
     ) as scorer:
         scores = scorer.score([group(good, right, index=3), group(wrong, index=9)])
     assert [[r.total for r in g.rewards] for g in scores.groups] == [

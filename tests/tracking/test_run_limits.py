@@ -42,6 +42,7 @@ def append(path: Path, *rows: Any) -> None:
         file.writelines(f"{json.dumps(row)}\n" for row in rows)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     "name", ["metrics.jsonl", "attempts.jsonl", "config.yaml", "rollouts/step_000001.jsonl"]
 )
@@ -192,6 +193,7 @@ def test_manifests_of_a_lineage_are_read_up_to_a_limit(
     assert sum("3 rows" in node["note"] for node in nodes) == 1
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("value", [1.7e308, -1.7e308, 5e-324])
 def test_values_near_the_largest_number_are_gaps_in_plots(value: float, tmp_path: Path):
     """A perplexity of a training that diverged has them."""

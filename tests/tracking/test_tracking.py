@@ -572,6 +572,7 @@ def test_a_running_mean_ignores_nan() -> None:
     assert math.isnan(running_mean([math.nan], 3)[0])
 
 
+@pytest.mark.slow
 def test_plots_need_no_display_and_do_not_import_pyplot() -> None:
     code = (
         "import sys, pathlib, tempfile\nfrom msrl.tracking.plots import plot_metrics\nfrom "
@@ -695,6 +696,7 @@ def test_the_report_of_an_asynchronous_run_has_a_timeline_of_its_steps() -> None
     assert not summarize(synchronous).timeline
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", [r"a$\frac$b", "$x$ \x1b\n", "\udcff"])
 def test_names_in_plots_are_no_formulas(name: str, tmp_path: Path) -> None:
     files = [tmp_path / f"{number}.png" for number in range(3)]

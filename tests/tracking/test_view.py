@@ -385,6 +385,7 @@ def test_runs_and_checkpoints_that_name_each_other_have_a_finite_lineage(tmp_pat
     write_folder([run], tmp_path / "view")
 
 
+@pytest.mark.slow
 def test_a_configuration_with_expanding_aliases_is_one_message(tmp_path: Path):
     run = view_runs.make_run(tmp_path / "runs" / "grpo", num_steps=1)
     lines = ["a0: &a0 [x, x, x, x, x, x, x, x, x, x]"]

@@ -177,6 +177,7 @@ def test_a_single_file_has_the_thumbnails_too(tmp_path: Path) -> None:
     assert 'data-chunk="0/images-0"' in page and "img-src data:" in page
 
 
+@pytest.mark.slow
 def test_views_of_text_import_no_pillow(tmp_path: Path) -> None:
     run = view_runs.make_run(tmp_path / "grpo")
     code = (

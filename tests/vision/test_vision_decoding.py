@@ -6,6 +6,8 @@ import struct
 import zlib
 from pathlib import Path
 
+import pytest
+
 from msrl.vision import decoding
 from msrl.vision.decoding import CheckedImage, DecodingLimits, check_images
 from msrl.vision.errors import ImageError
@@ -40,6 +42,7 @@ def test_pictures_and_other_files_are_told_apart():
     assert check_images([]) == []
 
 
+@pytest.mark.slow
 def test_a_picture_beyond_the_memory_is_one_line_and_the_others_are_checked(monkeypatch):
     monkeypatch.setattr(decoding, "LIMITS", DecodingLimits(memory_bytes=64 << 20))
     large, small = check_images([png(6000, 6000), png(20, 30)])

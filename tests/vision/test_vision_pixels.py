@@ -155,6 +155,7 @@ def test_long_and_tiny_pictures_are_refused(settings):
     assert resized_size(9, 9, narrow) == (28, 28)
 
 
+@pytest.mark.slow
 def test_importing_the_package_does_not_import_pillow():
     code = (
         "import sys, msrl.vision.pixels, msrl.vision.sizes, msrl.vision.settings\n"

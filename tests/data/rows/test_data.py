@@ -637,6 +637,7 @@ def test_files_of_different_runs_are_refused(tmp_path):
         SftDataset(prefix)
 
 
+@pytest.mark.slow
 def test_reading_data_imports_neither_torch_nor_transformers_nor_megatron():
     code = (
         "import sys, msrl.data.dataset, msrl.data.tokenize\n"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 from functools import lru_cache
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -27,6 +26,10 @@ TOKENIZERS = (
     "qwen2.5-0.5b-instruct",
     "qwen3-4b",
 )
+EACH_TOKENIZER = [
+    pytest.param(name, marks=() if name == "qwen2.5-0.5b-instruct" else pytest.mark.full)
+    for name in TOKENIZERS
+]
 # Templates that do not show the token that ends an answer. The sampled one stays in the history.
 WITHOUT_END = {"empty", "hunyuan", "rendered", "trl"}
 WORDS = (
@@ -96,7 +99,7 @@ def text(random_: random.Random) -> str:
     return " ".join(random_.choices(WORDS, k=random_.randint(1, 6)))
 
 
-@pytest.mark.parametrize("name", TOKENIZERS)
+@pytest.mark.parametrize("name", EACH_TOKENIZER)
 def test_sampled_tokens_survive_and_masks_are_exact_in_random_dialogues(name: str) -> None:
     tokenizer = load_cached_tokenizer(name)
     all_cases, vocab_size = cases(name), tokenizer.vocab_size
@@ -149,9 +152,7 @@ def tool(description: str) -> dict[str, object]:
     return {"type": "function", "function": entry}
 
 
-@pytest.mark.parametrize(
-    "name", ["granite-3.1-1b-a400m", "qwen2.5-0.5b-instruct", "qwen3-4b"]
-)  # the others fit no template with tools
+@pytest.mark.parametrize("name", [*EACH_TOKENIZER[1:2], *EACH_TOKENIZER[3:]])  # that fit tools
 def test_tools_are_shown_and_their_descriptions_add_no_control_token(name: str) -> None:
     tokenizer, opening = load_cached_tokenizer(name), [Message("user", "go")]
     with_tools = [case for case in cases(name) if "tool" in case.roles]
@@ -166,7 +167,7 @@ def test_tools_are_shown_and_their_descriptions_add_no_control_token(name: str) 
     assert with_tools
 
 
-@pytest.mark.parametrize("name", TOKENIZERS)
+@pytest.mark.parametrize("name", EACH_TOKENIZER)
 def test_the_tokens_equal_the_template_s_own_rendering_or_differ_for_a_known_reason(
     name: str,
 ) -> None:
@@ -225,6 +226,10 @@ def test_separate_messages_follow_the_token_that_ends_messages_and_no_line_feed(
     assert decode(tokenizer, template.conversation([Message("user", "a")])).endswith(thought)
     free = EpisodeTemplate(tokenizer)
     assert not decode(tokenizer, free.separate([Message("user", "a")])).endswith(thought)
+
+
+@pytest.mark.slow
+def test_separate_messages_need_a_template_in_which_they_follow_each_other() -> None:
     mistral = EpisodeTemplate(load_cached_tokenizer("mistral-7b-instruct-v0.2"))
     with pytest.raises(MsrlError, match=mentions("chat template", "alternate")):
         mistral.separate([Message("user", "a")])
@@ -270,7 +275,8 @@ def test_messages_after_the_last_answer_are_in_no_sequence() -> None:
     assert len(untouched.sampled_tokens()[0]) == 0
 
 
-def test_a_template_without_tools_is_refused(tmp_path: Path) -> None:
+@pytest.mark.slow
+def test_a_template_without_tools_is_refused() -> None:
     template = EpisodeTemplate(load_cached_tokenizer("mistral-7b-instruct-v0.2"))
     with pytest.raises(MsrlError, match=mentions("environment", "mistral", "template")):
         template.check(needs_tools=True)

@@ -33,6 +33,7 @@ NAMES = (
     "mistral-7b-instruct-v0.2",
     "granite-3.1-1b-a400m",
 )
+QUICK = "qwen3-4b"  # the others need seconds to open
 
 
 def call(name: str, **arguments: Any) -> dict[str, Any]:
@@ -109,10 +110,15 @@ def is_supported(name: str, case: str) -> bool:
     return not (lacks_tools or lacks_system or lacks_thoughts or lacks_calls)
 
 
-CASES = [(name, case) for name in NAMES for case in ROWS if is_supported(name, case)]
+def full_unless_quick(*values: str) -> Any:
+    return pytest.param(*values, marks=() if values[0] == QUICK else pytest.mark.full)
 
 
-@pytest.mark.sample(20)
+CASES = [
+    full_unless_quick(name, case) for name in NAMES for case in ROWS if is_supported(name, case)
+]
+
+
 @pytest.mark.parametrize("enable_thinking", [None, True, False])
 @pytest.mark.parametrize(("name", "case"), CASES)
 def test_ids_and_answers_equal_apply_chat_template(
@@ -142,7 +148,6 @@ def test_ids_and_answers_equal_apply_chat_template(
         assert "user" not in text and "sunny" not in text
 
 
-@pytest.mark.sample(8)
 @pytest.mark.parametrize(("name", "case"), CASES)
 def test_prompts_equal_apply_chat_template(name: str, case: str):
     hf, row = published_tokenizer(name), ROWS[case]
@@ -200,7 +205,7 @@ def test_every_feature_of_chat_templates_is_rendered_as_by_transformers() -> Non
     from transformers.utils.chat_template_utils import render_jinja_template
 
     messages = [user("a"), answer(" b\n"), user("c"), answer("d")]
-    variables = template_variables(published_tokenizer(NAMES[0]), messages, {}, generation=True)
+    variables = template_variables(published_tokenizer(QUICK), messages, {}, generation=True)
     chat = render_chats([Chat(FEATURES, variables)])[0]
     expected = {**variables, "conversations": [variables.pop("messages")]}
     del expected["messages"]
@@ -210,7 +215,7 @@ def test_every_feature_of_chat_templates_is_rendered_as_by_transformers() -> Non
     assert (chat.text, chat.blocks) == (text[0], blocks[0])
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [full_unless_quick(name) for name in NAMES])
 def test_control_tokens_in_the_text_of_a_row_are_text(name: str):
     hf = published_tokenizer(name)
     eos = hf.eos_token
@@ -230,10 +235,13 @@ def test_control_tokens_in_the_text_of_a_row_are_text(name: str):
     assert example.token_ids[: len(prompt)].tolist() == prompt.tolist()
 
 
-def test_tools_that_the_chat_template_cannot_show_are_refused():
+def test_tools_that_the_chat_template_cannot_show_are_refused(tmp_path: Path):
+    source = "{% for m in messages %}{{ m.role }} {{ m.content }}<|im_end|>{% endfor %}"
+    tokenizer = save_named(tmp_path, default=source, tool_use=source)
+    renderer = make_renderer(load_template("native"), tokenizer)
     row = {"messages": [user("Hi"), answer("Hello")], "tools": TOOLS}
     with pytest.raises(MsrlError, match=mentions("template native", "--ignore tools")):
-        native("mistral-7b-instruct-v0.2").examples([converse(row)])
+        renderer.examples([converse(row)])
 
 
 def test_tool_calls_that_the_chat_template_does_not_show_are_refused(tmp_path: Path):
@@ -281,7 +289,7 @@ def save_named(folder: Path, **templates: str) -> TextTokenizer:
 
 
 def test_a_named_template_is_chosen_as_by_transformers(tmp_path: Path):
-    source = published_tokenizer("qwen2.5-0.5b-instruct").chat_template
+    source = published_tokenizer(QUICK).chat_template
     marked = {"default": "D" + source, "tool_use": "T" + source, "other": "{{ messages }}"}
     tokenizer = save_named(tmp_path, **marked)
     renderer = make_renderer(load_template("native"), tokenizer)

@@ -236,6 +236,7 @@ def test_qwen_math_r1_asks_for_a_box():
     )
 
 
+@pytest.mark.slow
 def test_a_mistral_prompt_is_equal_to_the_rendering_of_mistral():
     hf = published_tokenizer("mistral-7b-instruct-v0.2")
     conversation = talk(("user", "Hi <s> there"))
@@ -248,6 +249,7 @@ def test_a_mistral_prompt_is_equal_to_the_rendering_of_mistral():
     assert renderer("mistral", hf).prompt(conversation)[0] == hf.bos_token_id
 
 
+@pytest.mark.slow
 def test_mistral_puts_the_system_text_inside_the_first_question():
     hf = published_tokenizer("mistral-7b-instruct-v0.2")
     prompt = renderer("mistral", hf).prompt(talk(("system", "Be brief."), ("user", "Hi")))
@@ -327,6 +329,7 @@ def test_a_quoted_control_token_does_not_change_the_ids_before_it():
     assert marked[: user + 3].tolist() == plain[: user + 3].tolist()
 
 
+@pytest.mark.slow
 def test_bos_and_eos_in_the_text_of_a_row_remain_text():
     hf = published_tokenizer("mistral-7b-instruct-v0.2")
     text = "say </s> and <s> twice"
@@ -416,9 +419,8 @@ def test_added_tokens_that_always_match_are_split_in_the_text_of_a_row(tmp_path)
 def test_stop_tokens_come_from_the_template_and_the_tokenizer():
     qwen = renderer("qwen", qwen2())
     assert qwen.eos_token_id == 151645 and qwen.stop_token_ids == (151645,)
-    assert renderer("mistral", published_tokenizer("mistral-7b-instruct-v0.2")).stop_token_ids == (
-        2,
-    )
+    gpt2 = published_tokenizer("gpt2")
+    assert renderer("default", gpt2).stop_token_ids == (gpt2.eos_token_id,)
 
 
 def test_a_template_with_tokens_that_the_tokenizer_lacks_is_refused():

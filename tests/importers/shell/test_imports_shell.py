@@ -247,6 +247,7 @@ def test_braces_for_more_than_a_thousand_words_are_refused_instead_of_cut() -> N
             words(f"\n{PROGRAM} {braces}")
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     "loop",
     [

@@ -198,6 +198,7 @@ def test_only_vllm_reads_these_keys_of_experts() -> None:
         assert not any(hasattr(config, key) for key in keys)
 
 
+@pytest.mark.slow
 def test_the_router_of_vllm_refuses_sigmoid_scores_without_groups_on_cpu() -> None:
     from vllm.model_executor.layers.fused_moe.router.cpu_router import CPURouter
 

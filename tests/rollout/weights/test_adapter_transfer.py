@@ -238,6 +238,7 @@ def send_to(actor: RolloutActor, sent: Sent, version: int, method: str) -> tuple
     return result, digests
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("way", ["load", "hold", "generate"])
 def test_an_actor_loads_sums_through_shared_memory_in_all_ways(sent: Sent, way: str) -> None:
     engine = RecordingEngine(sent)

@@ -107,6 +107,7 @@ LAYOUTS = {
 }
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(("config", "layout", "dp"), LAYOUTS.values(), ids=LAYOUTS)
 def test_shards_of_all_ranks_assemble_to_the_weights_and_their_digests(
     tmp_path: Path, config: dict[str, Any], layout: ParallelLayout, dp: int
@@ -266,6 +267,7 @@ def test_two_receivers_get_the_tensors_of_every_version(
                 assert torch.equal(tensors[shard.name], shard.tensor)
 
 
+@pytest.mark.slow
 def test_shared_memory_is_in_no_file_system(channel: WeightChannel) -> None:
     assert set(weight_memory()) == {"/memfd:msrl-weights (deleted)"}
     channel.close()

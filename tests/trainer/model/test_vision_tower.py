@@ -98,6 +98,7 @@ _CPU_ATTENTION = {  # which FlopCounterMode does not know
 }
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", CHANGES)
 def test_the_operations_of_a_tower_are_those_that_torch_counts(name: str) -> None:
     values = config(name)

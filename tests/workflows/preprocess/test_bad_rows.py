@@ -55,6 +55,7 @@ def test_bad_rows_are_refused_by_default_and_nothing_is_written(tmp_path: Path):
     assert not (tmp_path / "out").exists() or not list((tmp_path / "out").iterdir())
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("workers", [1, 2])
 def test_bad_rows_are_dropped_counted_by_reason_and_written_to_a_file(
     tmp_path: Path, capsys: Any, workers: int, monkeypatch: Any

@@ -189,6 +189,7 @@ def files(prefix: Path) -> dict[str, bytes]:
     return {name: path.read_bytes() for name, path in names.items() if "manifest" not in name}
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("template", ["native", "qwen"])
 def test_ten_forms_of_a_row_give_the_same_bytes(pictures: Path, model: Path, template: str):
     results: dict[str, dict[str, bytes]] = {}
@@ -519,6 +520,7 @@ def test_checksums_and_digests_cover_the_files_of_images(pictures: Path, model: 
         SftDataset(prefix)
 
 
+@pytest.mark.slow
 def test_workers_write_the_same_files(pictures: Path, model: Path):
     rows = [FORMS[name] for name in ("ms-swift", "LLaVA", "ROLL")] * 40
     rows[50:60] = [message("text only")] * 10
@@ -626,6 +628,7 @@ def test_a_training_on_images_names_pillow_if_it_is_not_installed(
     check_data(manifests[1], runs[1], str(pictures / "x"))
 
 
+@pytest.mark.slow
 def test_texts_are_preprocessed_without_pillow(pictures: Path, model: Path):
     (pictures / "rows.jsonl").write_text(json.dumps(message("Hi")) + "\n")
     code = (

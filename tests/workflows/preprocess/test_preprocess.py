@@ -433,6 +433,7 @@ def test_prompts_without_a_ground_truth_are_written_and_counted(tmp_path):
     assert [prompt.answer for prompt in PromptDataset(tmp_path / "x")] == ["", ""]
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("settings", "threads", "size", "expected"),
     [

@@ -413,6 +413,7 @@ class LosingEngines(LocalEngines):
         return [1]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("loss_after", [1, 2, 5, 9])
 def test_the_prompts_of_a_lost_engine_are_issued_again_and_trained_once(loss_after: int) -> None:
     workers = LosingEngines(loss_after)
@@ -459,6 +460,7 @@ class FailingEngines(LosingEngines):
         return super().restart_lost(error)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("has_ended", [True, False])
 @pytest.mark.parametrize("method", ["update_weights", "pause_loop", "resume_loop"])
 def test_an_engine_that_is_lost_in_a_call_of_the_trainer_is_restarted_and_called_again(
