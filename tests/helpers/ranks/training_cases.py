@@ -62,19 +62,16 @@ POLICY_UPDATES = ("tp2 pp2", "vpp dp2")
 TABLE_LAYOUTS = (
     "tp2 sp cp2",
     "vpp with empty",
-    "tp2 dp2",
     "full recompute",
     "chunked logits cp2",
     "offload",
     "cp2 ring",
     "cp4 hybrid",
 )
-SPLIT_POLICIES = ("cispo", "dppo")
-EXACT_DIVERGENCES = ("tp2 cp2",)
+SPLIT_POLICIES = ("cispo",)
 FIRST_BFLOAT16 = ("qwen3 tp2 sp", "gemma2")
 RESUMED = ("resumed tp2 pp2",)
 SPLIT_LORAS = ("lora single", "lora pp2 cp2")
-SPLIT_DROPOUT = ("lora dropout tp2 sp",)
 SPLIT_CRITICS = ("vpp dp2",)
 NOT_POISONED_BY = ("poisoned single", "poisoned tp2 sp cp2 chunked")
 TABLE = {
@@ -311,17 +308,18 @@ FULL_CASES = frozenset(
         "table lora",
         *_outside([name for name, _, _ in POLICIES], SPLIT_POLICIES, "{} single"),
         *_outside([name for name, _, _ in POLICIES], SPLIT_POLICIES, "{} split"),
-        *_outside(("tp2 dp2", "tp2 pp2", "tp2 cp2"), EXACT_DIVERGENCES, "full {}"),
+        *("full tp2 dp2", "full tp2 pp2", "full tp2 cp2"),
         *_outside(BFLOAT16_CASES, FIRST_BFLOAT16, "first bf16 {}"),
         *_outside(MODELS, SINGLE_FAMILIES, "single {}"),
         *_outside(("gemma2", "glm"), SHARDED_FAMILIES, "tp2 sp {}"),
         *_outside(RESUMES, RESUMED),
         "saved vpp",
         "saved tp2 pp2",
-        *("critic bf16", "critic bf16 resumed"),
+        *("critic scored", "critic bf16", "critic bf16 resumed", "critic resumed tp2 pp2"),
+        "bf16 tp2 dp2",
         *_outside(LORAS, SPLIT_LORAS),
-        *_outside(DROPOUT_LAYOUTS, SPLIT_DROPOUT),
-        *_outside(DROPOUT_LAYOUTS, SPLIT_DROPOUT, "{} recomputed"),
+        *_outside(DROPOUT_LAYOUTS, ()),
+        *_outside(DROPOUT_LAYOUTS, (), "{} recomputed"),
         *_outside(CRITICS, SPLIT_CRITICS, "critic {}"),
         *_outside(POISONED, NOT_POISONED_BY),
         "product dp4 split",
@@ -495,7 +493,7 @@ def all_cases(folders: dict[str, Path], saves: Path) -> list[Any]:
         Case(
             "poisoned",
             folders["qwen2"],
-            Layout(tp=2, pp=2),
+            Layout(pp=2),
             loss="policy",
             steps=3,
             poison_at=0,
@@ -518,7 +516,7 @@ def all_cases(folders: dict[str, Path], saves: Path) -> list[Any]:
         Case(
             "lora saved",
             folders["qwen2 tied"],
-            Layout(tp=2, pp=2),
+            Layout(tp=2),
             steps=3,
             lr=1e-2,
             more=LORA,
@@ -540,7 +538,7 @@ def all_cases(folders: dict[str, Path], saves: Path) -> list[Any]:
         Case(
             "not poisoned",
             folders["qwen2"],
-            Layout(tp=2, pp=2),
+            Layout(pp=2),
             loss="policy",
             first_step=1,
             steps=3,
