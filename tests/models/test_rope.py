@@ -11,6 +11,7 @@ import pytest
 
 import families
 from families import FAMILIES, GEMMA3
+from llama_like import LLAMA_LIKE, PHI4_MINI
 from mixture_families import MIXTURES
 from msrl.errors import MsrlError
 from msrl.models.families import shape_from_config
@@ -165,3 +166,56 @@ def test_rotary_bases_of_both_spellings_with_different_values_are_refused(
     config = {**GEMMA3, "rope_parameters": BY_KIND, **changes}
     with pytest.raises(MsrlError, match=mentions(key)):
         families.shape(config)
+
+
+FLAT = [name for name, row in LLAMA_LIKE.items() if row.architecture != "Olmo3ForCausalLM"]
+
+
+def _in_parameters(config: dict[str, Any], **changes: Any) -> dict[str, Any]:
+    """Return a config with its rotary settings as transformers 5 writes them."""
+    others = {key: value for key, value in config.items() if not key.startswith("rope_")}
+    table = {**(config.get("rope_scaling") or {}), "rope_theta": config.get("rope_theta", 1e4)}
+    return {**others, "rope_parameters": {**table, **changes}}
+
+
+@pytest.mark.parametrize("name", FLAT)
+def test_rotary_settings_have_two_spellings_with_one_meaning(name: str) -> None:
+    old = LLAMA_LIKE[name].config
+    assert families.shape(_in_parameters(old)) == families.shape(old)
+    both = _in_parameters(old, rope_theta=123.0) | {"rope_scaling": LINEAR, "rope_theta": 5e5}
+    with pytest.raises(MsrlError, match=mentions("rope_parameters")):
+        families.shape(both)
+
+
+LONG = PHI4_MINI["rope_scaling"]
+
+
+def test_a_long_rope_depends_on_the_length_and_has_a_factor_of_transformers() -> None:
+    scaling = families.shape(PHI4_MINI).rotary.scaling
+    assert scaling.attention_factor == pytest.approx(
+        1.40105, rel=1e-5
+    )  # sqrt(1 + ln(512 / 24) / ln 24)
+    assert families.shape(PHI4_MINI).rotary.constant_length == 24
+    equal = {**LONG, "long_factor": LONG["short_factor"]}
+    assert families.shape(PHI4_MINI, rope_scaling=equal).rotary.constant_length is None
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"rope_scaling": {**LONG, "long_factor": [1.0] * 5}}, ("rope_scaling", "6 factors")),
+        ({"rope_scaling": {**LONG, "long_factor": 2.0}}, ("rope_scaling.long_factor",)),
+        ({"rope_scaling": {**LONG, "short_factor": [0] * 6}}, ("rope_scaling.short_factor",)),
+        ({"rope_scaling": {**LONG, "short_mscale": 1.2}}, ("rope_scaling.short_mscale",)),
+        ({"rope_scaling": {**YARN, "original_max_position_embeddings": 24}}, ("longrope",)),
+        (
+            {"rope_scaling": {**LONG, "original_max_position_embeddings": 48}},
+            ("original_max_position_embeddings=24",),
+        ),
+    ],
+)
+def test_a_long_rope_without_one_meaning_is_refused(
+    changes: dict[str, Any], words: tuple[str, ...]
+) -> None:
+    with pytest.raises(MsrlError, match=mentions(*words)):
+        families.shape(PHI4_MINI, **changes)

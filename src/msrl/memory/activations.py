@@ -112,10 +112,16 @@ def layer_bytes(
     scales = norm_tokens * _FP32_BYTES
     mixer, block, temporary = layer.mixer, layer.feed_forward, 0
     # Inputs of the two norms; outputs of the norms, which are inputs of the first linear layers.
-    attention = row + 2 * scales + row * (not saved_inputs.isdisjoint(_FIRST))
+    first = row * (not saved_inputs.isdisjoint(_FIRST))
+    attention = row + 2 * scales + first
+    if not shape.pre_norms:
+        attention = row
+    elif shape.parallel_blocks:
+        attention = 2 * scales + first  # mean and deviation of one norm
     if shape.post_norms:
         attention += 2 * (row + scales)
-    normed = row * ("linear_fc1" in saved_inputs)
+    has_own_input = shape.pre_norms and not shape.parallel_blocks
+    normed = row * ("linear_fc1" in saved_inputs and has_own_input)
     if isinstance(mixer, Mla):
         latent, core = _latent_attention(mixer, batch, spread, norm_tokens, saved_inputs)
         attention, inputs = attention + latent, 0

@@ -7,16 +7,17 @@ and the defaults of its Hugging Face config class.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import Any, Literal, cast
 
 from msrl.models.hf_config import HfConfig
-from msrl.models.rope import Rope, read_rope, read_ropes_by_window
+from msrl.models.rope import Rope, check_factors, read_rope, read_ropes_by_window
 from msrl.models.shape import Attention, DeltaNet, Dense, Layer, Mixer, Moe, Rotary, Shape
 
-_QK_NORMS: dict[bool | Literal["all"], Literal["head", "all"] | None] = {
-    False: None, True: "head", "all": "all",
+QkNorm = bool | Literal["rotated", "all"]
+_QK_NORMS: dict[QkNorm, Literal["head", "rotated", "all"] | None] = {
+    False: None, True: "head", "rotated": "rotated", "all": "all",
 }  # fmt: skip
 FULL, SLIDING = "full_attention", "sliding_attention"
 
@@ -26,7 +27,7 @@ def decoder_shape(
     *,
     family: str,
     qkv_bias: bool = False,
-    qk_norm: bool | Literal["all"] = False,
+    qk_norm: QkNorm = False,
     head_dim: int | None = None,
     num_key_value_heads: int | None = None,
     max_position_embeddings: int | None,
@@ -95,8 +96,8 @@ def make_layers(
     return tuple(map(layer, mixers, blocks))
 
 
-def with_attention(shape: Shape, **changes: Any) -> Shape:
-    """Return the shape with changed fields of `Attention` in every layer."""
+def with_attention(shape: Shape, *, layers: Collection[int] | None = None, **changes: Any) -> Shape:
+    """Return the shape with changed fields of `Attention` in `layers` (None: in every layer)."""
 
     @functools.cache
     def changed(layer: Layer) -> Layer:
@@ -104,7 +105,39 @@ def with_attention(shape: Shape, **changes: Any) -> Shape:
             return layer
         return replace(layer, mixer=replace(layer.mixer, **changes))
 
-    return replace(shape, layers=tuple(changed(layer) for layer in shape.layers))
+    return replace(
+        shape,
+        layers=tuple(
+            changed(layer) if layers is None or number in layers else layer
+            for number, layer in enumerate(shape.layers)
+        ),
+    )
+
+
+def windows_rotate(shape: Shape) -> Shape:
+    """Return the shape with a rotation in the layers with a window only."""
+    without = [
+        number
+        for number, layer in enumerate(shape.layers)
+        if isinstance(layer.mixer, Attention) and layer.mixer.window is None
+    ]
+    return with_attention(shape, layers=without, rotates=False)
+
+
+def unrotated_layers(config: HfConfig, interval: int) -> tuple[int, ...]:
+    """Return the layers without a rotation: those with a 0 in `no_rope_layers`.
+
+    Without this key, it is the last one of every `no_rope_layer_interval` layers (default:
+    `interval`).
+    """
+    count, listed = config.count("num_hidden_layers"), config.values.get("no_rope_layers")
+    if listed is None:
+        interval = config.count("no_rope_layer_interval", interval)
+        return tuple(range(interval - 1, count, interval))
+    flags = cast("list[object]", listed) if isinstance(listed, list) else []
+    if len(flags) != count or any(flag not in (0, 1) for flag in flags):
+        config.fail("no_rope_layers", f"must have a 0 or a 1 for each of the {count} layers")
+    return tuple(number for number, flag in enumerate(flags) if not flag)
 
 
 def _rotary(rope: Rope, head_dim: int, interleaved: bool = False) -> Rotary:
@@ -176,6 +209,8 @@ def check_heads(config: HfConfig, shape: Shape) -> Shape:
             f"{rotated} of {shape.head_dim} channels are rotated. Rotary "
             "embedding needs an even number",
         )
+    for rotary in shape.rotaries:
+        check_factors(config, rotary.scaling, rotary.channels)
     return shape
 
 
@@ -283,7 +318,9 @@ def periodic_window(config: HfConfig, default: int, period: int) -> tuple[int | 
     `sliding_window_pattern` of the config overrides the period, whose default is of the config
     class.
     """
-    window, period = _window(config, default), config.count("sliding_window_pattern", period)
+    window = _window(config, default)
+    if config.values.get("layer_types") is None:
+        period = config.count("sliding_window_pattern", period)
     if window is None:
         config.fail("sliding_window", "must be a number, since most layers have a window")
     numbers = range(1, config.count("num_hidden_layers") + 1)

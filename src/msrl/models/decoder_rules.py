@@ -42,7 +42,10 @@ def model_rules(shape: Shape, names: Names, layers: tuple[tuple[Rule, ...], ...]
 def _layer_rules(
     shape: Shape, layer: Layer, names: Names, experts: ExpertNames
 ) -> tuple[Rule, ...]:
-    """Return the rules of one layer in the order of the network."""
+    """Return the rules of one layer in the order of the network.
+
+    Those of a mixer and of a block begin with the norm before it.
+    """
     mixer, block, hidden = layer.mixer, layer.feed_forward, shape.hidden_size
     if isinstance(mixer, Mla):
         mixing = latent_rules(mixer, hidden, names)
@@ -55,6 +58,10 @@ def _layer_rules(
         if isinstance(block, Dense)
         else mixture_rules(block, hidden, names, experts)
     )
+    if not shape.pre_norms:
+        mixing, forward = mixing[1:], forward[1:]
+    if shape.parallel_blocks:
+        forward = forward[1:]
     if not shape.post_norms:
         return (*mixing, *forward)
     post_attention = norm_rule(names, "post_attn_norm", names.post_attention_norm, hidden)

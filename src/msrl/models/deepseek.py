@@ -10,12 +10,17 @@ from typing import Literal, cast
 from msrl.models.decoder import make_layers
 from msrl.models.hf_config import HfConfig
 from msrl.models.mixture import aux_loss_coef, shared_experts
-from msrl.models.rope import Rope, read_rope
+from msrl.models.rope import Rope, check_factors, read_rope
 from msrl.models.shape import Mla, Moe, RopeScaling, Rotary, Shape, YarnRopeScaling
 
 
 def deepseek_shape(
-    config: HfConfig, *, family: str, experts: Sequence[Moe | None], norm_eps: float = 1e-6
+    config: HfConfig,
+    *,
+    family: str,
+    experts: Sequence[Moe | None],
+    norm_eps: float = 1e-6,
+    rotary_interleaved: bool = True,
 ) -> Shape:
     """Return the shape of a model with these mixtures in its layers.
 
@@ -45,7 +50,8 @@ def deepseek_shape(
             "partial_rotary_factor",
             "is not supported. Latent attention rotates qk_rope_head_dim channels",
         )
-    mla, ffn = _mla(config, heads, rope), config.count("intermediate_size")
+    mla, ffn = _mla(config, heads, rope, rotary_interleaved), config.count("intermediate_size")
+    check_factors(config, rope.scaling, mla.rope_head_dim)
     return Shape(
         family=family,
         architecture=config.architecture(),
@@ -60,12 +66,12 @@ def deepseek_shape(
     )
 
 
-def _mla(config: HfConfig, heads: int, rope: Rope) -> Mla:
+def _mla(config: HfConfig, heads: int, rope: Rope, interleaved: bool) -> Mla:
     nope, rotated = config.count("qk_nope_head_dim"), config.count("qk_rope_head_dim")
     has_query_latent = config.values.get("q_lora_rank", 0) is not None
     mla = Mla(
         num_heads=heads,
-        rotary=Rotary(rope.theta, rope.scaling, rotated, interleaved=True),
+        rotary=Rotary(rope.theta, rope.scaling, rotated, interleaved),
         scale=(nope + rotated) ** -0.5 * _score_factor(rope.scaling),
         q_lora_rank=config.count("q_lora_rank") if has_query_latent else None,
         kv_lora_rank=config.count("kv_lora_rank"),

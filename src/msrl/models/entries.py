@@ -31,7 +31,7 @@ def split_entry(name: str) -> tuple[str, int] | None:
 
 def stack_sizes(shape: Shape) -> dict[str, int]:
     """Return the number of entries of every stack of a model."""
-    names = (name for rule in all_rules(shape) if rule.expert is not None for name in rule.hf)
+    names = (name for rule in all_rules(shape) for name in rule.hf if name.endswith("]"))
     return Counter(stack_entry[0] for name in names if (stack_entry := split_entry(name)))
 
 

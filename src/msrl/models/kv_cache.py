@@ -46,7 +46,9 @@ def cache_blocks(shape: Shape, element_bytes: int, tp: int, block_tokens: int) -
         return CacheBlocks(size, block_tokens, attention_groups=1, state_groups=0)
     fewest, most = min(kinds.values()), max(kinds.values())
     group = most if most < fewest * _MOSTLY_EQUAL else fewest
-    page = max(_cached_channels(layer.mixer, tp) for layer in shape.layers) * element_bytes
+    latents = caches_latents(shape)
+    channels = max(_cached_channels(layer.mixer, tp, latents) for layer in shape.layers)
+    page = channels * element_bytes
     if shape.delta is not None:
         state = _state_bytes(shape.delta, element_bytes, tp)
         block_tokens *= max(1, -(-state // (page * block_tokens)))
@@ -65,7 +67,9 @@ def kv_bytes_per_token(shape: Shape, element_bytes: int, tp: int) -> int:
     indexers = (layer.mixer.indexer for layer in shape.layers if isinstance(layer.mixer, Mla))
     own = (indexer for indexer in indexers if indexer is not None and not indexer.is_shared)
     keys = sum(indexer.head_dim + _SCALE_BYTES for indexer in own)
-    return keys + sum(_cached_channels(layer.mixer, tp) for layer in shape.layers) * element_bytes
+    has_latents = caches_latents(shape)
+    channels = sum(_cached_channels(layer.mixer, tp, has_latents) for layer in shape.layers)
+    return keys + channels * element_bytes
 
 
 def state_bytes_per_sequence(shape: Shape, element_bytes: int, tp: int) -> int:
@@ -84,10 +88,15 @@ def _state_bytes(delta: DeltaNet, element_bytes: int, tp: int) -> int:
     return inputs + delta.value_channels // tp * delta.key_head_dim * _STATE_BYTES
 
 
-def _cached_channels(mixer: Mixer, tp: int) -> int:
+def caches_latents(shape: Shape) -> bool:
+    """Return False for latent attention whose keys and values vLLM caches for all heads."""
+    return shape.family != "minicpm3"
+
+
+def _cached_channels(mixer: Mixer, tp: int, has_latents: bool) -> int:
     if isinstance(mixer, DeltaNet):
         return 0  # its state does not grow with the sequence
-    if isinstance(mixer, Mla):
+    if isinstance(mixer, Mla) and has_latents:
         return mixer.kv_lora_rank + mixer.rope_head_dim
     return 2 * max(1, mixer.num_groups // tp) * mixer.head_dim
 

@@ -33,7 +33,7 @@ def transformer_settings(shape: Shape) -> dict[str, Any]:
         "num_query_groups": shape.num_query_groups,
         "kv_channels": shape.head_dim,
         "layernorm_epsilon": shape.norm_eps,
-        "normalization": "RMSNorm",
+        "normalization": normalization(shape),
         "gated_linear_unit": True,
         "activation_func": shape.activation,
         "glu_linear_offset": shape.gate_offset,
@@ -43,7 +43,7 @@ def transformer_settings(shape: Shape) -> dict[str, Any]:
         "add_qkv_bias": shape.qkv_bias,
         # Megatron would sum the gradients of norms over all heads, which its ranks share by heads.
         "qk_layernorm": isinstance(shape.attention, Attention)
-        and shape.attention.qk_norm == "head",
+        and shape.attention.qk_norm in ("head", "rotated"),
         "attention_output_gate": shape.output_gate,
         "layernorm_zero_centered_gamma": shape.zero_centered_norm,
         # Megatron's defaults are 0.1.
@@ -51,6 +51,11 @@ def transformer_settings(shape: Shape) -> dict[str, Any]:
         "attention_dropout": 0.0,
         **({} if shape.moe is None else _mixture_settings(shape, shape.moe)),
     }
+
+
+def normalization(shape: Shape) -> str:
+    """Return Megatron's name for the kind of norms."""
+    return "LayerNorm" if shape.norm == "layer" else "RMSNorm"
 
 
 def softmax_type(shape: Shape) -> str:
@@ -75,7 +80,8 @@ def _mixture_settings(shape: Shape, moe: Moe) -> dict[str, Any]:
         "moe_shared_expert_intermediate_size": moe.shared_ffn_hidden_size or None,
         "moe_shared_expert_gate": moe.shared_gate,
         "moe_router_topk": moe.experts_per_token,
-        "moe_router_score_function": moe.score,
+        # Megatron refuses biases of experts with softmax scores, which `choose_experts` computes.
+        "moe_router_score_function": "sigmoid" if moe.expert_bias else moe.score,
         "moe_router_pre_softmax": not moe.normalize,
         "moe_router_topk_scaling_factor": moe.scaling_factor,
         "moe_router_enable_expert_bias": moe.expert_bias,

@@ -17,13 +17,15 @@ from msrl.models.shape import (
     DynamicRopeScaling,
     LinearRopeScaling,
     Llama3RopeScaling,
+    LongRopeScaling,
     RopeScaling,
     YarnRopeScaling,
 )
 
 # Settings that change the embedding in vLLM or transformers, and names that only vLLM reads.
 _UNSUPPORTED = (
-    "alpha", "mixed_b", "use_fope", "rope_dim", "max_trained_positions",
+    "alpha", "mixed_b", "use_fope", "rope_dim", "max_trained_positions", "short_mscale",
+    "long_mscale",
 )  # fmt: skip
 _KINDS = ("full_attention", "sliding_attention")
 _BY_WINDOW = ("rope_parameters", "rope_scaling", "rope_theta", "rope_local_base_freq")
@@ -216,7 +218,7 @@ def _read_table(config: HfConfig, max_position_embeddings: int) -> _Table:
         if name in _UNSUPPORTED and value:
             config.fail(f"{key}.{name}", "is not supported")
     for name in _VLLM_NAMES:
-        config.refuse(name, None)
+        config.refuse(name, *(() if name == "rotary_emb_base" else (1.0,)))
     return _Table(config, key, values, max_position_embeddings)
 
 
@@ -256,6 +258,51 @@ def _llama3(table: _Table) -> Llama3RopeScaling:
     if scaling.high_freq_factor <= scaling.low_freq_factor:
         table.config.fail(table.key, "high_freq_factor must be above low_freq_factor")
     return scaling
+
+
+def _long(table: _Table) -> LongRopeScaling:
+    """Return LongRoPE's scaling, whose original length may be at the top level of the config."""
+    name = "original_max_position_embeddings"
+    top_level = table.config.values.get(name)
+    length = table.original_positions(
+        table.max_position_embeddings if top_level is None else table.config.count(name)
+    )
+    default = table.max_position_embeddings / length
+    growth = long_rope_attention(table.positive("factor", default), length)
+    return LongRopeScaling(
+        _factors(table, "short_factor"),
+        _factors(table, "long_factor"),
+        length,
+        table.positive("attention_factor", growth),
+    )
+
+
+def long_rope_attention(factor: float, length: int) -> float:
+    """Return LongRoPE's factor of cosines and sines for a context that is `factor` times longer."""
+    return math.sqrt(1 + math.log(factor) / math.log(length)) if factor > 1 else 1.0
+
+
+def _factors(table: _Table, name: str) -> tuple[float, ...]:
+    values: object = table.values.get(name)
+    if not isinstance(values, list) or not values:
+        table.config.fail(f"{table.key}.{name}", "must be a list of numbers above 0")
+    key = f"{table.key}.{name}"
+    return tuple(table.config.checked_positive(key, x, None) for x in cast("list[object]", values))
+
+
+def check_factors(config: HfConfig, scaling: RopeScaling | None, channels: int) -> None:
+    """Check that LongRoPE has a factor for each pair of rotated channels.
+
+    Raises:
+        MsrlError: It has another number of factors.
+    """
+    if not isinstance(scaling, LongRopeScaling):
+        return
+    numbers = {len(scaling.short_factors), len(scaling.long_factors)}
+    if numbers != {channels // 2}:
+        config.fail(
+            "rope_scaling", f"must have {channels // 2} factors, for {channels} rotated channels"
+        )
 
 
 def _yarn(table: _Table) -> YarnRopeScaling:
@@ -299,4 +346,5 @@ _SCALINGS: dict[str, Callable[[_Table], RopeScaling]] = {
     "linear": _linear,
     "dynamic": _dynamic,
     "yarn": _yarn,
+    "longrope": _long,
 }

@@ -57,7 +57,23 @@ class YarnRopeScaling:
     mscale_all_dim: float = 0.0
 
 
-RopeScaling = Llama3RopeScaling | LinearRopeScaling | DynamicRopeScaling | YarnRopeScaling
+@dataclass(frozen=True, slots=True)
+class LongRopeScaling:
+    """A divisor of every frequency (`rope_type: longrope`, arXiv:2402.13753).
+
+    Sequences of more than `original_max_position_embeddings` tokens have `long_factors`, others
+    `short_factors`. Cosines and sines are multiplied by `attention_factor`.
+    """
+
+    short_factors: tuple[float, ...]
+    long_factors: tuple[float, ...]
+    original_max_position_embeddings: int
+    attention_factor: float
+
+
+RopeScaling = (
+    Llama3RopeScaling | LinearRopeScaling | DynamicRopeScaling | YarnRopeScaling | LongRopeScaling
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,14 +93,25 @@ class Rotary:
     query_growth: tuple[float, int] | None = None
     axes: tuple[int, ...] = ()
 
+    @property
+    def constant_length(self) -> int | None:
+        """Most tokens of a sequence whose rotation does not depend on its length; None: any."""
+        scaling = self.scaling
+        if isinstance(scaling, DynamicRopeScaling):
+            return scaling.max_position_embeddings
+        if isinstance(scaling, LongRopeScaling) and scaling.long_factors != scaling.short_factors:
+            return scaling.original_max_position_embeddings
+        return None
+
 
 @dataclass(frozen=True, slots=True)
 class Attention:
     """Self-attention of a layer. Several query heads share the keys and values of a group.
 
     - `qkv_bias`, `output_bias`: the projections have biases.
-    - `qk_norm`: queries and keys have a norm, before the rotation: one per head (`head`), or one
-      over all heads (`all`).
+    - `rotates`: queries and keys are rotated; without, the layer does not know positions.
+    - `qk_norm`: queries and keys have a norm: one per head before the rotation (`head`) or after it
+      (`rotated`), or one over all heads before it (`all`).
     - `scale`: scores are `scale` q k (None: 1/sqrt(head_dim)), capped by `softcap` tanh(score /
       `softcap`).
     - `window`: a position attends to itself and to the `window` - 1 positions before it (None: to
@@ -101,12 +128,13 @@ class Attention:
     rotary: Rotary
     qkv_bias: bool = False
     output_bias: bool = False
-    qk_norm: Literal["head", "all"] | None = None
+    qk_norm: Literal["head", "rotated", "all"] | None = None
     scale: float | None = None
     softcap: float | None = None
     window: int | None = None
     sinks: bool = False
     output_gate: bool = False
+    rotates: bool = True
 
     @property
     def heads_per_group(self) -> int:
@@ -274,9 +302,15 @@ class Shape:
     - `gate_offset`, `gate_limit`: the gated feed-forward block computes activation(gate) * (up +
       `gate_offset`). With a `gate_limit`, up is clamped to [-`gate_limit`, `gate_limit`] and gate
       from above only.
+    - `norm`: the norms divide by the root mean square (`rms`), or subtract the mean and divide by
+      the deviation (`layer`). They have no bias.
     - `zero_centered_norm`: norms multiply by 1 + weight.
+    - `pre_norms`: there is a norm before the attention and one before the feed-forward block.
     - `post_norms`: there is a norm after the attention and one after the feed-forward block.
+    - `parallel_blocks`: attention and feed-forward block of a layer have the same normed input.
     - `embedding_scale`: factor of the embeddings.
+    - `residual_scale`: factor of the outputs that are added to the residual stream.
+    - `logit_scale`: factor of the logits.
     - `normalized_head`: each row of the output layer is scaled to length 1.
     - `logit_softcap`: cap of the logits, as `Attention.softcap` caps scores.
     - `pass_through`: name prefixes of pass-through tensors: Hugging Face tensors that belong to the
@@ -299,9 +333,14 @@ class Shape:
     activation: str = "silu"  # or gelu_tanh, quick_gelu
     gate_offset: float = 0.0
     gate_limit: float | None = None
+    norm: Literal["rms", "layer"] = "rms"
     zero_centered_norm: bool = False
+    pre_norms: bool = True
     post_norms: bool = False
+    parallel_blocks: bool = False
     embedding_scale: float = 1.0
+    residual_scale: float = 1.0
+    logit_scale: float = 1.0
     normalized_head: bool = False
     logit_softcap: float | None = None
     pass_through: tuple[str, ...] = ()
@@ -378,6 +417,11 @@ class Shape:
     def rotary(self) -> Rotary:
         """The rotary embedding of `attention`."""
         return self.attention.rotary
+
+    @property
+    def rotates(self) -> bool:
+        """True if a layer knows positions."""
+        return any(getattr(layer.mixer, "rotates", True) for layer in self.layers)
 
     @property
     def qkv_bias(self) -> bool:

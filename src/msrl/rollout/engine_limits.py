@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import shutil
 import sys
@@ -11,7 +12,9 @@ from pathlib import Path
 from msrl.errors import MsrlError
 from msrl.models.families import shape_from_config
 from msrl.models.hf_config import HfConfig, read_hf_config
-from msrl.models.shape import Attention, DeltaNet, Indexer, Mla, Shape
+from msrl.models.kv_cache import caches_latents
+from msrl.models.rope import long_rope_attention
+from msrl.models.shape import Attention, DeltaNet, Indexer, LongRopeScaling, Mla, Shape
 from msrl.platforms.base import Platform
 from msrl.rollout import engine_source
 from msrl.rollout.engine import BYTES_PER_ELEMENT, EngineSettings, check_platform, is_eager
@@ -35,6 +38,11 @@ _MIXTURE_KEYS: dict[str, dict[str, int | None]] = {
     "glm4_moe_lite": {"first_k_dense_replace": None},
     "glm_moe_dsa": {"first_k_dense_replace": 3},
     "deepseek_v32": {"first_k_dense_replace": 3},
+}
+# How vLLM computes the windows of families that it reads in another way than transformers.
+_OTHER_WINDOWS = {
+    "phi3": "has no windows",
+    "cohere": "has windows of one more token",
 }
 _NOT_GENERATED = "The model can be converted and trained (train-sft), but not used for generation."
 
@@ -69,6 +77,7 @@ def check_limits(
     if shape.delta is not None:
         _check_prefixes(settings, platform)
     check_model(config, shape, platform)
+    _check_length(config, shape, length)
     _check_devices(settings, shape)
     _check_batch(settings, length, platform)
     if settings.records_routes and not platform.shows_routes:
@@ -94,6 +103,7 @@ def check_model(config: HfConfig, shape: Shape, platform: Platform) -> None:
             f"{config.where}: swiglu_limit={shape.gate_limit:g}: vLLM's {shape.architecture} has "
             f"the limit {_GATE_LIMIT:g}. {_NOT_GENERATED}"
         )
+    _check_long_rope(config, shape)
     _check_mixture(config, shape)
     if platform.groups_sigmoid_scores:
         _check_scores(config, shape, platform)
@@ -122,6 +132,48 @@ def model_length(settings: EngineSettings, shape: Shape) -> int:
     return length
 
 
+def _check_length(config: HfConfig, shape: Shape, length: int) -> None:
+    """Check that vLLM computes sequences of `length` tokens as transformers does.
+
+    Raises:
+        MsrlError: It has other windows in longer sequences, or rotates short sequences as long
+            ones, since its rotation depends on the longest possible sequence.
+    """
+    limits: list[tuple[int, str, str]] = []
+    mixers = [layer.mixer for layer in shape.layers if isinstance(layer.mixer, Attention)]
+    windows = [mixer.window for mixer in mixers if mixer.window is not None]
+    if shape.family in _OTHER_WINDOWS and windows:
+        limits.append((min(windows), "sliding_window", _OTHER_WINDOWS[shape.family]))
+    scalings = (rotary for rotary in shape.rotaries if isinstance(rotary.scaling, LongRopeScaling))
+    constants = [x.constant_length for x in scalings if x.constant_length is not None]
+    if constants:
+        key = "original_max_position_embeddings"
+        limits.append((min(constants), key, "rotates sequences of any length as longer ones"))
+    for limit, key, problem in limits:
+        if length > limit:
+            raise MsrlError(
+                f"{config.where}: {key}={limit}: vLLM's {shape.architecture} {problem}, unlike "
+                f"transformers. Set rollout.engine.max_model_len to {limit} or less."
+            )
+
+
+def _check_long_rope(config: HfConfig, shape: Shape) -> None:
+    """Check the factor of cosines and sines, which vLLM derives from the two lengths only."""
+    for rotary in shape.rotaries:
+        scaling, positions = rotary.scaling, shape.max_position_embeddings
+        if not isinstance(scaling, LongRopeScaling):
+            continue
+        factor = long_rope_attention(
+            positions / scaling.original_max_position_embeddings,
+            scaling.original_max_position_embeddings,
+        )
+        if not math.isclose(factor, scaling.attention_factor):
+            raise MsrlError(
+                f"{config.where}: rope_scaling: vLLM multiplies cosines and sines by "
+                f"{factor:g} in place of {scaling.attention_factor:g}. {_NOT_GENERATED}"
+            )
+
+
 def _check_dtype(settings: EngineSettings, dtype: str) -> None:
     if dtype not in BYTES_PER_ELEMENT:
         raise MsrlError(
@@ -141,7 +193,7 @@ def _check_logits_dtype(settings: EngineSettings) -> None:
 
 def _check_attention(config: HfConfig, shape: Shape, platform: Platform) -> None:
     """Check the size of a head, or of the latent that is cached instead of heads."""
-    if shape.mla is not None and not _is_latent_attention_disabled():
+    if shape.mla is not None and caches_latents(shape) and not _is_latent_attention_disabled():
         size = shape.mla.kv_lora_rank + shape.mla.rope_head_dim
         backend = platform.latent_attention_backend
         key = f"kv_lora_rank={shape.mla.kv_lora_rank} + qk_rope_head_dim={shape.mla.rope_head_dim}"

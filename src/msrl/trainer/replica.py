@@ -24,7 +24,7 @@ from msrl.checkpoint.random_weights import RandomSource
 from msrl.checkpoint.source import open_mcore, open_weights
 from msrl.checkpoint.weights import WeightSource
 from msrl.config.sections.train import OptimizerConfig
-from msrl.models.shape import DynamicRopeScaling, Shape
+from msrl.models.shape import Shape
 from msrl.models.vision.tower import Vision
 from msrl.trainer import groups
 from msrl.trainer.groups import RankPosition
@@ -217,12 +217,12 @@ class ModelReplica:
         """True if the layers may compute common prefixes once.
 
         Not with experts, whose load counts every token, nor with dropout, which is drawn for every
-        token, nor with dynamic rotary embeddings, which depend on the length of the sequence.
+        token, nor with rotary embeddings that depend on the length of the sequence.
         """
         return (
             self.shape.moe is None
             and (self.adapters is None or not self.settings.lora.dropout)
-            and not any(isinstance(x.scaling, DynamicRopeScaling) for x in self.shape.rotaries)
+            and all(rotary.constant_length is None for rotary in self.shape.rotaries)
         )
 
     def close(self) -> None:

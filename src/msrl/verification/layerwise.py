@@ -17,7 +17,7 @@ from msrl.models.families import all_rules, rules_for
 from msrl.models.hf_config import read_hf_config
 from msrl.models.reward_head import scoring_config
 from msrl.models.rules import Rule
-from msrl.models.shape import Shape
+from msrl.models.shape import LongRopeScaling, Shape
 from msrl.models.vision.tensors import is_tower
 
 if TYPE_CHECKING:
@@ -66,7 +66,12 @@ def model_config(shape: Shape, hf_dir: Path) -> Any:
         config_values.setdefault("tie_word_embeddings", shape.tie_word_embeddings)
     if shape.reward_head:
         config_values = scoring_config(config_values)
-    return model_class(shape).config_class.from_dict(config_values)
+    config = model_class(shape).config_class.from_dict(config_values)
+    scaling = shape.rotary.scaling
+    if isinstance(scaling, LongRopeScaling):  # MiniCPM 3's class reads it
+        growth = shape.max_position_embeddings / scaling.original_max_position_embeddings
+        config.rope_parameters.setdefault("factor", growth)
+    return config
 
 
 def transformers_logits(
@@ -126,13 +131,22 @@ def outputs(model: Any, rows: Tensor, shape: Shape, **images: Tensor) -> Tensor:
 
 
 _OUTPUT = "lm_head.weight"
-# Names of mixtures in files, and in transformers' models.
+# Names of mixtures in files, and in transformers' models. Some families have other ones.
 _EXPERT_NAMES = (
     (".block_sparse_moe.", ".mlp."),  # Mixtral, MiniMax M2
     (".mlp.router.gate.", ".mlp.gate."),  # Hunyuan 3, as the next ones
     (".mlp.expert_bias", ".mlp.e_score_correction_bias"),
     (".mlp.shared_mlp.", ".mlp.shared_experts."),
 )
+_FAMILY_NAMES: dict[str, tuple[tuple[str, str], ...]] = {
+    "granite_moe": (
+        (".block_sparse_moe.input_linear.weight", ".block_sparse_moe.experts.gate_up_proj"),
+        (".block_sparse_moe.output_linear.weight", ".block_sparse_moe.experts.down_proj"),
+        (".router.layer.", ".router."),
+    ),
+    "ernie4_5_moe": ((".mlp.moe_statics.", ".mlp.gate.moe_statics."),),
+    "hunyuan_v1": (),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,7 +172,9 @@ def parameter_sources(shape: Shape) -> dict[str, LayerTensor]:
         if rule.expert is not None:
             continue
         for index, name in enumerate(rule.hf):
-            sources[_model_name(name, shape)] = LayerTensor(((rule, (index,)),))
+            stack = split_entry(name)  # a stack of one entry
+            key = _model_name(stack[0] if stack else name, shape)
+            sources[key] = LayerTensor(((rule, (index,)),), is_stack=stack is not None)
     for name, entries in _expert_entries(shape).items():
         sources[name] = LayerTensor(tuple(sorted(entries, key=_expert_number)), is_stack=True)
     if shape.tie_word_embeddings:
@@ -175,7 +191,8 @@ def _expert_entries(shape: Shape) -> dict[str, list[tuple[Rule, tuple[int, ...]]
             if rule.expert is not None:
                 numbered = rule.at(layer)
                 entry = numbered, tuple(range(len(rule.hf)))
-                stacks.setdefault(_stacked_name(numbered, layer), []).append(entry)
+                name = _model_name(_stacked_name(numbered, layer), shape)
+                stacks.setdefault(name, []).append(entry)
     return stacks
 
 
@@ -201,7 +218,7 @@ def _model_name(name: str, shape: Shape) -> str:
     Blocks of experts have the same names in all its models. A model next to a vision tower is
     nested.
     """
-    for in_file, in_model in _EXPERT_NAMES:
+    for in_file, in_model in _FAMILY_NAMES.get(shape.family, _EXPERT_NAMES):
         name = name.replace(in_file, in_model)
     if name.startswith(("vision_tower.", "multi_modal_projector.")):
         return f"model.{name}"

@@ -9,7 +9,6 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,23 +16,12 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from llama_like import COMMON, LLAMA_LIKE, SIZES, Family
 from msrl.checkpoint.hf.expert_stacks import stack_experts
 from msrl.models.entries import stack_sizes
 from msrl.models.families import all_rules, shape_from_config
 from msrl.models.hf_config import HfConfig
 
-SIZES = {
-    "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4, "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": 199, "max_position_embeddings": 512,
-}  # fmt: skip
-COMMON = {
-    **SIZES,
-    "hidden_act": "silu",
-    "attention_dropout": 0.0,
-    "torch_dtype": "float32",
-    "tie_word_embeddings": False,
-}
 LLAMA = {
     **COMMON,
     "architectures": ["LlamaForCausalLM"],
@@ -258,21 +246,6 @@ SEED_OSS = {
 YARN = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
 
 
-@dataclass(frozen=True)
-class Family:
-    """One row. `reference` is `transformers`, or a forward pass in `reference_models.py` for remote
-    code.
-    """
-
-    config: dict[str, Any]
-    source: str
-    reference: str = "transformers"
-
-    @property
-    def architecture(self) -> str:
-        return self.config["architectures"][0]
-
-
 FAMILIES = {
     "qwen1.5": Family({**QWEN2, "num_key_value_heads": 4, "tie_word_embeddings": True},
     "Qwen1.5-0.5B-Chat.config.json"),
@@ -341,6 +314,7 @@ FAMILIES = {
     "Ministral-3-8B"),
     "mistral 3, language model": Family(MISTRAL3_VL, "the defaults of transformers' "
     "Mistral3Config, with Ministral 3 inside"),
+    **LLAMA_LIKE,
 }  # fmt: skip
 
 

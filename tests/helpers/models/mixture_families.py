@@ -6,6 +6,7 @@ They cover experts, groups, shared experts and latent attention.
 from __future__ import annotations
 
 from families import COMMON, DELTA, QWEN2, QWEN3_5, QWEN3_5_VL, QWEN3_VL, Family
+from llama_like import ERNIE_MOE, GRANITE4_MOE, GRANITE_MOE, GRANITE_SHARED, HUNYUAN_MOE
 
 _EXPERTS = {"num_experts_per_tok": 3, "moe_intermediate_size": 48, "norm_topk_prob": True}
 QWEN3_MOE = {
@@ -362,6 +363,15 @@ MIXTURES = {
     "gpt-oss": Family(
         GPT_OSS, "aic/openai--gpt-oss-20b_config.json, with a clamp low enough to have an effect"
     ),
+    "granite 3 moe": Family(GRANITE_MOE, "granite-3.1-1b-a400m.config.json"),
+    "granite 3 moe, shared": Family(
+        GRANITE_SHARED, "the defaults of transformers' GraniteMoeSharedConfig"
+    ),
+    "granite 4 moe": Family(
+        GRANITE4_MOE, "granite-4.0-h-tiny's config.json, with attention in every layer"
+    ),
+    "ernie 4.5 moe": Family(ERNIE_MOE, "ERNIE-4.5-21B-A3B-PT's config.json"),
+    "hunyuan v1 moe": Family(HUNYUAN_MOE, "Hunyuan-A13B-Instruct's config.json"),
     "kimi k2": Family(
         {**DEEPSEEK_V3, "n_group": 1, "topk_group": 1},
         "aic/moonshotai--Kimi-K2-Instruct_config.json",

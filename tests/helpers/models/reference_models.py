@@ -218,3 +218,40 @@ def bailing_moe_v2(
         return _norm(x, w["model.norm.weight"], eps) @ w["lm_head.weight"].T
 
     return _run(forward, weights, ids)
+
+
+def minicpm(config: dict[str, Any], weights: Weights, ids: Sequence[np.ndarray]) -> np.ndarray:
+    """Return the logits of MiniCPM.
+
+    It is Granite with other names of the factors, but that scores have the usual one.
+    """
+    values = {
+        **config,
+        "model_type": "granite",
+        "attention_multiplier": (config["hidden_size"] // config["num_attention_heads"]) ** -0.5,
+        "embedding_multiplier": config["scale_emb"],
+        "residual_multiplier": config["scale_depth"] / config["num_hidden_layers"] ** 0.5,
+        "logits_scaling": config["hidden_size"] / config["dim_model_base"],
+    }
+    return _of_transformers("Granite", values, weights, ids)
+
+
+def mimo(config: dict[str, Any], weights: Weights, ids: Sequence[np.ndarray]) -> np.ndarray:
+    """Return the logits of MiMo, which is Qwen2 without its layers for multi-token prediction."""
+    return _of_transformers("Qwen2", {**config, "model_type": "qwen2"}, weights, ids)
+
+
+def _of_transformers(
+    name: str, config: dict[str, Any], weights: Weights, ids: Sequence[np.ndarray]
+) -> np.ndarray:
+    """Return the logits of a class of transformers in float64."""
+    import transformers
+
+    config_class = getattr(transformers, f"{name}Config")
+    values = {key: value for key, value in config.items() if key != "architectures"}
+    model = getattr(transformers, f"{name}ForCausalLM").from_pretrained(
+        None, config=config_class(**values), state_dict=dict(weights), dtype=torch.float64,
+        attn_implementation="eager",
+    )  # fmt: skip
+    with torch.inference_mode():
+        return torch.cat([model(torch.from_numpy(row)[None]).logits[0] for row in ids]).numpy()

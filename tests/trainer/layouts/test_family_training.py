@@ -21,7 +21,17 @@ from training_ranks import Case, Result
 
 pytestmark = pytest.mark.slow
 STEPS = 2
-DENSE = ("gemma 3", "ministral 3", "qwen3.5")
+# Families with parts that Llama lacks: scales, unrotated layers, norms in other places, LongRoPE.
+LLAMA_LIKE = (
+    *("smollm 3", "smollm 3 windows", "olmo 2", "olmo 3", "phi 3", "phi 4 mini", "granite 3"),
+    *("granite 4", "ernie 4.5", "hunyuan v1", "exaone 4", "exaone 4 small", "cohere", "cohere 2"),
+    *("minicpm 3", "minicpm 4", "mimo"),
+)
+LLAMA_LIKE_MIXTURES = (
+    *("granite 3 moe", "granite 3 moe, shared", "granite 4 moe", "ernie 4.5 moe"),
+    "hunyuan v1 moe",
+)
+DENSE = ("gemma 3", "ministral 3", "qwen3.5", *LLAMA_LIKE)
 SPARSE = ("deepseek v3.2", "glm 5.2")
 # Odd numbers of heads, and more chosen keys than the longest sequence has.
 VARIANTS = {
@@ -34,7 +44,10 @@ VARIANTS = {
     },
     "all keys": {**DEEPSEEK_V32, "index_topk": 64},
 }
-EXPERTS = ("glm 4.7 flash", "minimax m2", "hunyuan 3", "ling 2", "qwen3-next", *SPARSE, *VARIANTS)
+EXPERTS = (
+    *("glm 4.7 flash", "minimax m2", "hunyuan 3", "ling 2", "qwen3-next"),
+    *(*LLAMA_LIKE_MIXTURES, *SPARSE, *VARIANTS),
+)
 ULYSSES = {"cp_algo": "ulysses", "head_ranks": 2}
 LAYOUTS: dict[str, dict[str, Any]] = {
     "tp2": {"layout": Layout(tp=2)},
@@ -62,10 +75,12 @@ PAIRS = [
     for pair in ((name, layout) for name in names for layout in layouts)
     if pair not in WITHOUT
 ]
-# Outside of the full tables: sliding windows, delta networks, and sparse attention.
+# Outside of the full tables: windows, delta networks, sparse attention, and norms and scales.
 FAST = [
     *(("gemma 3", "tp2 sp"), ("ling 2", "pp2 ep2"), ("qwen3-next", "cp2")),
-    *(("deepseek v3.2", "cp2"), ("glm 5.2", "pp2")),
+    *(("deepseek v3.2", "cp2"), ("glm 5.2", "pp2"), ("olmo 3", "tp2 sp")),
+    *(("hunyuan v1", "tp2 sp"), ("cohere 2", "tp2 sp"), ("granite 3 moe", "tp2 ep2 etp1")),
+    ("phi 4 mini", "cp2"),
 ]
 FAST_NAMES = tuple(name for name, _ in FAST)
 REMAINING = [pair for pair in PAIRS if pair not in FAST]
@@ -159,6 +174,8 @@ def more_results(folders: dict[str, Path]) -> dict[str, Result]:
     losses += [_indexer_loss(name, "single", folders) for name in (*VARIANTS, "glm 5.2")]
     rows = [_row(name, layout, folders) for name, layout in REMAINING]
     rows += [_row(name, "single", folders) for name in DENSE + EXPERTS if name not in FAST_NAMES]
+    new = [(x, y) for x in LLAMA_LIKE + LLAMA_LIKE_MIXTURES for y in ("single", "tp2")]
+    policies += [_policy(x, layout, folders) for x, layout in new]
     adapters = [_adapted(x, layout, folders) for x in ADAPTED for layout in ("single", "tp2")]
     return _train([*rows, *policies, *losses, *adapters])
 
@@ -205,6 +222,14 @@ def test_all_families_train_equally_in_all_layouts(
 ) -> None:
     both = results | more_results
     _assert_same(both[f"{name}, {layout}"], both[f"{name}, single"])
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", LLAMA_LIKE + LLAMA_LIKE_MIXTURES)
+def test_families_train_equally_on_the_loss_of_grpo(
+    more_results: dict[str, Result], name: str
+) -> None:
+    _assert_same(more_results[f"policy, {name}, tp2"], more_results[f"policy, {name}, single"])
 
 
 @pytest.mark.full

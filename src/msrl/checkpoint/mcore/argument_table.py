@@ -13,6 +13,7 @@ from typing import Any
 
 from msrl.checkpoint.mcore.names import Naming
 from msrl.models.families import num_experts
+from msrl.models.megatron import normalization
 from msrl.models.parallel_layout import ParallelLayout
 from msrl.models.shape import (
     Attention,
@@ -158,7 +159,7 @@ READ_ARGUMENTS: dict[str, Value] = {
     "attention_dropout": lambda s: 0.0,  # loads
     "apply_query_key_layer_scaling": lambda s: False,  # loads
     # Positions
-    "position_embedding_type": lambda s: "rope",  # loads
+    "position_embedding_type": lambda s: "rope" if s.shape.rotates else "none",  # loads
     "add_position_embedding": lambda s: (
         True
     ),  # loads, checks; Megatron-LM's default, beside rope too
@@ -170,7 +171,7 @@ READ_ARGUMENTS: dict[str, Value] = {
     "swiglu": lambda s: s.shape.activation != "quick_gelu",  # loads
     "squared_relu": lambda s: False,  # loads
     "hidden_dropout": lambda s: 0.0,  # loads
-    "normalization": lambda s: "RMSNorm",  # loads
+    "normalization": lambda s: normalization(s.shape),  # loads
     "post_norm": lambda s: s.shape.post_norms,  # mg2hf set_model_layer_norm, loads+
     "untie_embeddings_and_output_weights": lambda s: (
         not s.shape.tie_word_embeddings
@@ -354,13 +355,11 @@ COMPARED_ARGUMENTS: dict[str, ComparedArgument] = {
     ),
     "norm_epsilon": ComparedArgument("rms_norm_eps", _always(lambda s: s.norm_eps), default=1e-5),
     "rms_norm_eps": ComparedArgument("rms_norm_eps", _always(lambda s: s.norm_eps)),
-    "normalization": ComparedArgument(
-        "normalization", _always(lambda s: "RMSNorm"), default="LayerNorm"
-    ),
+    "normalization": ComparedArgument("normalization", _always(normalization), default="LayerNorm"),
     "post_norm": ComparedArgument("post_norm", _always(lambda s: s.post_norms), default=False),
     "position_embedding_type": ComparedArgument(
         "position_embedding_type",
-        _always(lambda s: ("rope", "yarn", "mrope")),
+        _always(lambda s: ("rope", "yarn", "mrope") if s.rotates else "none"),
         default="learned_absolute",
     ),
     "rotary_base": ComparedArgument("rope_theta", _always(lambda s: s.rotary.theta), default=10000),

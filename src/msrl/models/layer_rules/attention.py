@@ -43,9 +43,10 @@ def attention_rules(mixer: Attention, hidden: int, names: Names = LLAMA) -> tupl
 
 def _qk_norms(mixer: Attention, names: Names) -> list[Rule]:
     """Return the rules of the norms of q and k, which are sharded if they are over all heads."""
-    if mixer.qk_norm == "head":
+    if mixer.qk_norm != "all":
+        parent = "self_attention.core_attention" if mixer.qk_norm == "rotated" else "self_attention"
         return [
-            norm_rule(names, f"self_attention.{x}_layernorm", hf, mixer.head_dim)
+            norm_rule(names, f"{parent}.{x}_layernorm", hf, mixer.head_dim)
             for x, hf in zip("qk", names.qk_norms, strict=True)
         ]
     return [

@@ -59,8 +59,8 @@ def mixture_rules(
         # Megatron's router keeps it in float32 (TopKRouter._maintain_float32_expert_bias).
         rules.append(Rule(f"{_MCORE}router.expert_bias", *bias, dtype="float32"))
     if moe.shared_ffn_hidden_size:
-        rules += _feed_forward(
-            "shared_experts.", prefix + experts.shared, hidden, moe.shared_ffn_hidden_size, experts
+        rules += _shared_experts(
+            prefix + experts.shared, hidden, moe.shared_ffn_hidden_size, experts
         )
     if moe.shared_gate:
         rules.append(
@@ -86,13 +86,25 @@ def mixture_rules(
     return tuple(rules)
 
 
+def _shared_experts(hf: str, hidden: int, ffn: int, names: ExpertNames) -> tuple[Rule, ...]:
+    """Return the rules of the two matrices of the shared experts."""
+    if names.shared_packed is None:
+        return _feed_forward("shared_experts.", hf, hidden, ffn, names)
+    gate_up, down = (f"{hf}{name}.weight" for name in names.shared_packed)
+    mcore, halves = f"{_MCORE}shared_experts.linear_", Packed(GateUp(), (ffn, ffn))
+    return (
+        Rule(f"{mcore}fc1.weight", (gate_up,), halves, ((2 * ffn, hidden),)),
+        Rule(f"{mcore}fc2.weight", (down,), Sharded(1), ((hidden, ffn),)),
+    )
+
+
 def _stacked_expert(
     prefix: str, hidden: int, ffn: int, number: int, names: ExpertNames
 ) -> tuple[Rule, Rule]:
     """Return the rules of the two matrices of an expert that are entries of larger tensors."""
     mcore = f"{_MCORE}experts.local_experts.{{expert}}.linear_"
     stack = f"{prefix}{names.stack}"
-    gate_up, down = (f"{stack}{name}[{{expert}}]" for name in ("gate_up_proj", "down_proj"))
+    gate_up, down = (f"{stack}{name}[{{expert}}]" for name in names.stacked)
     halves = Packed(GateUp(), (ffn, ffn), transposed=names.transposed)
     whole = Packed(Sharded(1), (hidden,), transposed=True) if names.transposed else Sharded(1)
     sizes = (2 * ffn, hidden), (hidden, ffn)

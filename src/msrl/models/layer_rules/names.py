@@ -42,8 +42,10 @@ class Names:
 class ExpertNames:
     """A family's Hugging Face names inside a mixture layer.
 
-    With a `stack`, all experts of a layer are in the two tensors `gate_up_proj` [experts, 2 ffn,
-    hidden] and `down_proj` below that name, or [experts, hidden, 2 ffn] if they are `transposed`.
+    With a `stack`, all experts of a layer are in two tensors with the names `stacked` below it,
+    [experts, 2 ffn, hidden] and [experts, hidden, ffn], or [experts, hidden, 2 ffn] and [experts,
+    ffn, hidden] if they are `transposed`. With `shared_packed`, gate and up of the shared expert
+    are one tensor of the first of these two names, and its other matrix has the second one.
     """
 
     router: str = "mlp.gate"
@@ -54,7 +56,9 @@ class ExpertNames:
     down: str = "down_proj"
     shared: str = "mlp.shared_experts."
     shared_gate: str = "mlp.shared_expert_gate"
+    shared_packed: tuple[str, str] | None = None
     stack: str = ""
+    stacked: tuple[str, str] = ("gate_up_proj", "down_proj")
     transposed: bool = False
 
 

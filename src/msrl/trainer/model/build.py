@@ -38,12 +38,15 @@ from msrl.trainer.model.experts import MixtureLayer, mixture_spec
 from msrl.trainer.model.gpt import PolicyModel
 from msrl.trainer.model.layers import (
     ACTIVATIONS,
+    NORMS,
     AllHeadsAttention,
     CoreAttention,
     DeepstackLayer,
     GatedMlp,
+    ParallelLayer,
     PostNormLayer,
     RmsNorm,
+    scaled_addition,
 )
 from msrl.trainer.model.mixers.gated_attention import GatedAttention
 from msrl.trainer.model.mixers.gated_delta import GatedDeltaNet
@@ -138,31 +141,39 @@ def _uneven(layout: Layout) -> PipelineParallelLayerLayout | None:
 
 def _layer_spec(shape: Shape, layer: int) -> ModuleSpec:
     """Return the modules of a layer; `layer` counts from 0 over the whole model."""
-    block = shape.layers[layer].feed_forward
+    block, norm = shape.layers[layer].feed_forward, NORMS[shape.norm]
+    pre_norm = norm if shape.pre_norms else IdentityOp
+    add = get_bias_dropout_add
+    if shape.residual_scale != 1:
+        add = scaled_addition(shape.residual_scale)
     adds_features = shape.vision is not None and layer < len(shape.vision.deepstack)
     return ModuleSpec(
         module=_layer_class(shape, shape.layers[layer], adds_features=adds_features),
         params={"number": layer} if adds_features else {},
         submodules=TransformerLayerSubmodules(
-            input_layernorm=RmsNorm,
+            input_layernorm=pre_norm,
             self_attention=_mixer_spec(shape, layer),
-            self_attn_bda=get_bias_dropout_add,  # pyright: ignore[reportArgumentType] - Megatron's own, by its own spec
-            pre_mlp_layernorm=RmsNorm,
+            self_attn_bda=add,  # pyright: ignore[reportArgumentType] - Megatron's own, by its own spec
+            pre_mlp_layernorm=IdentityOp if shape.parallel_blocks else pre_norm,
             mlp=(
                 mixture_spec(block, sum(shape.mixture_layers[:layer]))
                 if isinstance(block, Moe)
                 else GatedMlp
             ),
-            mlp_bda=get_bias_dropout_add,  # pyright: ignore[reportArgumentType]
+            mlp_bda=add,  # pyright: ignore[reportArgumentType]
         ),
     )
 
 
 def _layer_class(shape: Shape, layer: Layer, *, adds_features: bool) -> type[TransformerLayer]:
     is_mixture = isinstance(layer.feed_forward, Moe)
-    assert not (shape.post_norms and (is_mixture or adds_features)), (
-        "no family has norms behind its sublayers and a mixture of experts or deeper features"
+    is_special = shape.post_norms or shape.parallel_blocks
+    assert not (is_special and (is_mixture or adds_features or shape.residual_scale != 1)), (
+        "no family has norms behind its sublayers, or both in parallel, and a mixture of experts, "
+        "deeper features or scaled outputs"
     )
+    if shape.parallel_blocks:
+        return ParallelLayer
     if adds_features:
         return DeepstackMixtureLayer if is_mixture else DeepstackLayer
     if is_mixture:
@@ -259,7 +270,7 @@ def _build_chunk(
         ModuleSpec(module=EmptyLayer) if layer is None else _layer_spec(shape, layer)
         for layer in layers
     ]
-    block = TransformerBlockSubmodules(layer_specs=specs, layer_norm=RmsNorm)  # pyright: ignore[reportArgumentType] - a class is taken too
+    block = TransformerBlockSubmodules(layer_specs=specs, layer_norm=NORMS[shape.norm])  # pyright: ignore[reportArgumentType] - a class is taken too
     model = PolicyModel(
         shape=shape,
         logits_dtype=logits_dtype,

@@ -89,6 +89,8 @@ class PolicyModel(GPTModel):
         if self._shape.reward_head:
             return self.rm_head(selected.unsqueeze(1))[0].squeeze(1)
         padded = pad_tokens(selected).to(self._logits_dtype)
+        if self._shape.logit_scale != 1:
+            padded = padded * self._shape.logit_scale
         return self._hidden_states(padded) if gives_hidden else self._logits(padded)
 
     def _embed(self, tokens: Tensor, packed: PackedSequences) -> Tensor:

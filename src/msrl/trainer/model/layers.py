@@ -15,7 +15,7 @@ from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
-from megatron.core import parallel_state
+from megatron.core import parallel_state, tensor_parallel
 from megatron.core.activations import quick_gelu
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.attention import SelfAttention
@@ -116,6 +116,16 @@ class _RmsNorm(torch.autograd.Function):
         along = torch.mv(product, weight.float()).div_(x.shape[-1]).view_as(scale)
         grad = torch.addcmul(wide * weight, normed, along, value=-1).mul_(scale)
         return grad.to(x.dtype), product.sum(0).to(weight.dtype), None
+
+
+class LayerNorm(RmsNorm):
+    """Norm without bias that subtracts the mean and divides by the deviation (arXiv:1607.06450)."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.layer_norm(x, (x.shape[-1],), self.weight, None, self.eps)
+
+
+NORMS: dict[str, type[RmsNorm]] = {"rms": RmsNorm, "layer": LayerNorm}
 
 
 class AllHeadsNorm(RmsNorm):
@@ -252,6 +262,36 @@ class PostNormLayer(TransformerLayer):
         return lambda output, residual, dropout: residual + norm(output[0])
 
 
+class ParallelLayer(TransformerLayer):
+    """Megatron's layer whose attention and MLP have the same normed input."""
+
+    def forward(
+        self, hidden_states: Tensor, *, packed_seq_params: PackedSequences, **_: object
+    ) -> tuple[Tensor, None]:
+        """Replace TransformerLayer.forward of megatron-core, where one follows the other."""
+        normed, mlp = self.input_layernorm(hidden_states), cast("GatedMlp", self.mlp)
+        mixed, _bias = self.self_attention(
+            normed, attention_mask=None, packed_seq_params=packed_seq_params
+        )
+        if self.recompute_mlp:
+            output, _bias = tensor_parallel.checkpoint(mlp, False, normed)
+        else:
+            output, _bias = mlp(normed)
+        return hidden_states + mixed + output, None
+
+
+def scaled_addition(scale: float) -> Callable[..., Any]:
+    """Return Megatron's addition of an output to the residual, with a factor of the output.
+
+    The models that have one have neither bias nor dropout.
+    """
+
+    def add(training: bool, fused: bool) -> Callable[[tuple[Tensor, None], Tensor, float], Tensor]:
+        return lambda output, residual, dropout: torch.add(residual, output[0], alpha=scale)
+
+    return add
+
+
 class DeepstackLayer(TransformerLayer):
     """Megatron's layer, after which deeper features of images are added to their tokens.
 
@@ -295,7 +335,11 @@ class CoreAttention(MegatronModule):
         super().__init__(config=config)
         self.scale = softmax_scale if attention.scale is None else attention.scale
         self.softcap, self.window = attention.softcap, attention.window
-        self.rotary = attention.rotary
+        self.rotary = attention.rotary if attention.rotates else None
+        has_norms = attention.qk_norm == "rotated"
+        size, eps = attention.head_dim, config.layernorm_epsilon
+        self.q_layernorm = RmsNorm(config, size, eps) if has_norms else None
+        self.k_layernorm = RmsNorm(config, size, eps) if has_norms else None
         heads = config.num_attention_heads // config.tensor_model_parallel_size
         sinks = (
             torch.nn.Parameter(torch.empty(heads, dtype=config.params_dtype))
@@ -316,10 +360,13 @@ class CoreAttention(MegatronModule):
     ) -> Tensor:  # [N, 1, h * d]
         assert packed_seq_params is not None, "every micro-batch is packed"
         packed = packed_seq_params
-        rotation = packed.rotations[self.rotary]
-        query, key = (rotate(x, rotation) for x in (query, key))
-        if rotation.query_scale is not None:
-            query = query * rotation.query_scale
+        if self.rotary is not None:
+            rotation = packed.rotations[self.rotary]
+            query, key = (rotate(x, rotation) for x in (query, key))
+            if rotation.query_scale is not None:
+                query = query * rotation.query_scale
+        if self.q_layernorm is not None and self.k_layernorm is not None:
+            query, key = self.q_layernorm(query), self.k_layernorm(key)
         query, key, value = (x.squeeze(1) for x in (query, key, value))
         sinks = cast("Tensor | None", self.softmax_offset)
         mixed = packed_attention(

@@ -17,6 +17,7 @@ from msrl.models.shape import (
     DynamicRopeScaling,
     LinearRopeScaling,
     Llama3RopeScaling,
+    LongRopeScaling,
     Rotary,
     Shape,
     YarnRopeScaling,
@@ -27,7 +28,7 @@ from msrl.types import Ints
 
 def rope_frequencies(
     rotary: Rotary,
-    num_positions: int = 0,  # length of the sequence; only `dynamic` scaling uses it
+    num_positions: int = 0,  # length of the sequence, for scalings that depend on it
 ) -> Tensor:  # [r / 2] float32
     """Return the scaled angle per position of each channel pair (section 3.2.2).
 
@@ -44,6 +45,10 @@ def rope_frequencies(
         return _llama3(frequencies, scaling)
     if isinstance(scaling, YarnRopeScaling):
         return _yarn(wavelengths, rotary, scaling)
+    if isinstance(scaling, LongRopeScaling):
+        is_long = num_positions > scaling.original_max_position_embeddings
+        factors = scaling.long_factors if is_long else scaling.short_factors
+        return 1.0 / (torch.tensor(factors, dtype=torch.float32, device="cpu") * wavelengths)
     return frequencies
 
 
@@ -135,7 +140,9 @@ class _Table:
         self._rotary = rotary
         self._frequencies = rope_frequencies(rotary)
         self._factor = (
-            rotary.scaling.attention_factor if isinstance(rotary.scaling, YarnRopeScaling) else 1.0
+            rotary.scaling.attention_factor
+            if isinstance(rotary.scaling, YarnRopeScaling | LongRopeScaling)
+            else 1.0
         )
         self._dtype = dtype
         self._device = device
@@ -159,8 +166,8 @@ class _Table:
 
     def rotation(self, lengths: Sequence[int]) -> Rotation:
         """Return the rotation of sequences of these lengths, each with positions from 0."""
-        scaling, longest = self._rotary.scaling, max(lengths)
-        if isinstance(scaling, DynamicRopeScaling) and longest > scaling.max_position_embeddings:
+        constant, longest = self._rotary.constant_length, max(lengths)
+        if constant is not None and longest > constant:
             tables = [
                 self._table(rope_frequencies(self._rotary, length), length) for length in lengths
             ]
@@ -183,7 +190,7 @@ class _Table:
         """Return the rotation of tokens whose pairs of channels turn by different positions."""
         rotary = self._rotary
         assert rotary.axes and not rotary.interleaved and rotary.query_growth is None
-        assert not isinstance(rotary.scaling, DynamicRopeScaling)
+        assert rotary.constant_length is None
         longest = int(positions.max()) + 1
         if longest > len(self._cos):
             self._grow(1 << (longest - 1).bit_length())
