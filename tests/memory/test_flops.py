@@ -7,8 +7,10 @@ import dataclasses
 import pytest
 
 from families import QWEN2_5_VL
+from llama_like import LLAMA_LIKE
 from mixture_families import DEEPSEEK_V2, DEEPSEEK_V32, QWEN3_MOE
 from msrl.memory.flops import tower_flops, training_flops
+from msrl.models.families import all_rules
 from msrl.models.shape import DeltaNet, Dense, Layer
 from msrl.models.vision.tower import TrainedParts
 from msrl.platforms import NAMES, get
@@ -41,6 +43,21 @@ def test_flops_of_a_dense_model_match_a_hand_calculation():
     assert training_flops(windowed, [3, 5], 4) == 3 * (
         2 * products + attention + 2 * (5 + 9) * 4 * 6
     )
+
+
+@pytest.mark.parametrize("name", [row for row in LLAMA_LIKE if row != "minicpm 3"])
+def test_flops_are_those_of_all_matrices_and_visible_pairs(name: str) -> None:
+    """Count all matrices of the files but the table of embeddings, and the pairs one by one."""
+    model = shape(LLAMA_LIKE[name].config)
+    sizes = [size for rule in all_rules(model) for size in rule.shapes if len(size) == 2]
+    matrices = sum(rows * columns for rows, columns in sizes)
+    if not model.tie_word_embeddings:
+        matrices -= model.vocab_size * model.hidden_size
+    pairs = [
+        sum(min(token + 1, layer.mixer.window or 9) for token in range(9)) for layer in model.layers
+    ]
+    attention = 4 * sum(pairs) * model.num_attention_heads * model.head_dim
+    assert training_flops(model, [9], 9) == 3 * (2 * 9 * matrices + attention)
 
 
 def test_a_packed_row_has_fewer_attention_pairs_than_one_long_sequence():

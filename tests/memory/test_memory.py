@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import save_file
 
 from families import GEMMA2, GEMMA3, QWEN2_5_VL, QWEN3_5
+from llama_like import COHERE2, EXAONE4, HUNYUAN, MINICPM3
 from memory_ranks import Case, Measurement
 from mixture_families import DEEPSEEK_V3, DEEPSEEK_V32, MINIMAX_M2
 from msrl.cli.configuration import load_configuration as load
@@ -123,6 +124,18 @@ MODELS["norms over all heads"] = {
     "vocab_size": 8192,
     "max_position_embeddings": 4096,
 }
+_SIZES = {
+    "hidden_size": 256, "intermediate_size": 768, "num_attention_heads": 4, "head_dim": 64,
+    "vocab_size": 16384, "max_position_embeddings": 4096,
+}  # fmt: skip
+MODELS["norms after blocks"] = {**EXAONE4, **_SIZES, "sliding_window": 128}
+MODELS["parallel blocks"] = {**COHERE2, **_SIZES, "sliding_window": 128}
+MODELS["norms after the rotation"] = {**HUNYUAN, **_SIZES, "attention_head_dim": 64}
+MODELS["scaled latent attention"] = {
+    **MINICPM3,
+    **{key: size for key, size in _SIZES.items() if key != "head_dim"},
+    "rope_scaling": None,
+}
 MODELS["delta networks"] = {
     **QWEN3_5,
     **{key: MODELS["dense"][key] for key in ("hidden_size", "intermediate_size", "vocab_size")},
@@ -154,6 +167,12 @@ MODELS["pictures"] = {
         "out_hidden_size": 384,
     },
 }
+MOVED_NORMS = (
+    "norms after blocks",
+    "parallel blocks",
+    "norms after the rotation",
+    "scaled latent attention",
+)
 LENGTHS = (233, 90, 61, 128, 300, 200, 12)
 
 
@@ -328,6 +347,13 @@ TABLE: dict[str, tuple[str, dict, tuple[str, ...]]] = {
     "capped scores and logits": ("capped", {}, ()),
     "two bases": ("two bases", {}, ()),
     "norms over all heads": ("norms over all heads", {"layout": Layout(tp=2, sp=True)}, ()),
+    **{name: (name, {}, ()) for name in MOVED_NORMS},
+    "norms after blocks, adapters": (
+        "norms after blocks",
+        {"more": {"lora": LoraConfig(rank=8, alpha=16.0, targets=("o_proj", "down_proj"))}},
+        ("train.lora.rank=8", "train.lora.targets=[o_proj,down_proj]"),
+    ),
+    "parallel blocks, tp2 sp": ("parallel blocks", {"layout": Layout(tp=2, sp=True)}, ()),
     "delta networks": ("delta networks", {}, ()),
     "delta networks, tp2 sp": ("delta networks", {"layout": Layout(tp=2, sp=True)}, ()),
     "tp2 sp": ("dense", {"layout": Layout(tp=2, sp=True)}, ()),

@@ -109,6 +109,33 @@ def test_experts_scored_by_sigmoid_need_groups_on_cpu(
     assert refusal(settings, "cuda") == ""
 
 
+@pytest.mark.parametrize(
+    ("name", "limit", "words"),
+    [
+        ("phi 3", 8, ("sliding_window=8", "no windows")),
+        ("cohere 2", 8, ("sliding_window=8", "one more token")),
+        ("phi 4 mini", 24, ("original_max_position_embeddings=24", "any length")),
+        ("minicpm 3", 24, ("original_max_position_embeddings=24", "any length")),
+    ],
+)
+def test_sequences_that_vllm_computes_in_another_way_are_refused(
+    tmp_path: Path, name: str, limit: int, words: tuple[str, ...]
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(FAMILIES[name].config))
+    settings = EngineSettings(tmp_path)
+    message = refusal(settings, "cuda", max_model_len=limit + 1)
+    assert_mentions(message, *words, f"rollout.engine.max_model_len to {limit}")
+    assert refusal(settings, "cuda", max_model_len=limit) == ""
+
+
+def test_a_factor_of_a_long_rope_that_vllm_does_not_read_is_refused(tmp_path: Path) -> None:
+    config = FAMILIES["phi 4 mini"].config
+    scaling = {**config["rope_scaling"], "attention_factor": 1.5}
+    (tmp_path / "config.json").write_text(json.dumps({**config, "rope_scaling": scaling}))
+    message = refusal(EngineSettings(tmp_path), "cuda", max_model_len=24)
+    assert_mentions(message, "rope_scaling", "1.40105", "1.5")
+
+
 ALTERNATING = ["full_attention", "sliding_attention"] * 2
 
 

@@ -119,7 +119,10 @@ def _policy(name: str, layout: str, folders: dict[str, Path]) -> Case:
 
 
 def _adapted(name: str, layout: str, folders: dict[str, Path]) -> Case:
-    row, lora = _row(name, layout, folders), LoraConfig(rank=4, alpha=8.0, targets=ADAPTED[name])
+    mixing = ("linear_qkv", "linear_proj")
+    targets = mixing if name in EXPERTS else (*mixing, "linear_fc1", "linear_fc2")
+    lora = LoraConfig(rank=4, alpha=8.0, targets=ADAPTED.get(name, targets))
+    row = _row(name, layout, folders)
     return dataclasses.replace(row, name=f"adapters, {row.name}", more={"lora": lora})
 
 
@@ -176,7 +179,8 @@ def more_results(folders: dict[str, Path]) -> dict[str, Result]:
     rows += [_row(name, "single", folders) for name in DENSE + EXPERTS if name not in FAST_NAMES]
     new = [(x, y) for x in LLAMA_LIKE + LLAMA_LIKE_MIXTURES for y in ("single", "tp2")]
     policies += [_policy(x, layout, folders) for x, layout in new]
-    adapters = [_adapted(x, layout, folders) for x in ADAPTED for layout in ("single", "tp2")]
+    pairs = [(x, y) for x in ADAPTED for y in ("single", "tp2")] + new
+    adapters = [_adapted(name, layout, folders) for name, layout in pairs]
     return _train([*rows, *policies, *losses, *adapters])
 
 
@@ -230,6 +234,14 @@ def test_families_train_equally_on_the_loss_of_grpo(
     more_results: dict[str, Result], name: str
 ) -> None:
     _assert_same(more_results[f"policy, {name}, tp2"], more_results[f"policy, {name}, single"])
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", LLAMA_LIKE + LLAMA_LIKE_MIXTURES)
+def test_adapters_of_families_train_equally_on_several_ranks(
+    more_results: dict[str, Result], name: str
+) -> None:
+    _assert_same(more_results[f"adapters, {name}, tp2"], more_results[f"adapters, {name}, single"])
 
 
 @pytest.mark.full

@@ -1,6 +1,6 @@
 """EXAONE 4 (transformers' `Exaone4ForCausalLM`, arXiv:2507.11407).
 
-Norms are behind the attention and the feed-forward block in place of before them. q and k have a
+Norms are after the attention and the feed-forward block in place of before them. q and k have a
 norm per head. In the 32B model, three of four layers have a window; the others do not rotate.
 """
 

@@ -1,6 +1,6 @@
 """Hunyuan V1, dense and mixtures of experts.
 
-q and k have a norm per head behind the rotation, whose base `alpha` enlarges (transformers'
+q and k have a norm per head after the rotation, whose base `alpha` enlarges (transformers'
 `HunYuanDenseV1ForCausalLM`, `HunYuanMoEV1ForCausalLM`). A mixture has one shared expert.
 """
 

@@ -1,6 +1,6 @@
 """OLMo 2 (transformers' `Olmo2ForCausalLM`, arXiv:2501.00656).
 
-Norms are behind the attention and the feed-forward block in place of before them. q and k have one
+Norms are after the attention and the feed-forward block in place of before them. q and k have one
 norm over all heads.
 """
 

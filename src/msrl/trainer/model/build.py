@@ -169,7 +169,7 @@ def _layer_class(shape: Shape, layer: Layer, *, adds_features: bool) -> type[Tra
     is_mixture = isinstance(layer.feed_forward, Moe)
     is_special = shape.post_norms or shape.parallel_blocks
     assert not (is_special and (is_mixture or adds_features or shape.residual_scale != 1)), (
-        "no family has norms behind its sublayers, or both in parallel, and a mixture of experts, "
+        "no family has norms after its sublayers, or both in parallel, and a mixture of experts, "
         "deeper features or scaled outputs"
     )
     if shape.parallel_blocks:
