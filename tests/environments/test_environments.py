@@ -97,6 +97,7 @@ def check(script: Script, opening: Any, steps: list[Any]) -> None:
     assert steps[-1].info.get("success") == script.success
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_an_episode_whose_mcp_server_is_killed_is_lost():
     pytest.importorskip("mcp")

@@ -169,6 +169,7 @@ def test_data_and_tokenizer_of_the_hub_are_preprocessed_and_a_dry_run_records_th
 
 
 @pytest.mark.slow
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("name", "fragments"),
     [

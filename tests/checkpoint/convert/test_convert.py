@@ -265,6 +265,7 @@ else:
 
 
 @pytest.mark.parametrize("kind", ["mcore", "hf"])
+@pytest.mark.sample(1)
 @pytest.mark.slow
 def test_a_run_killed_while_writing_leaves_nothing_visible_and_can_be_repeated(
     tmp_path: Path, kind: str

@@ -32,6 +32,7 @@ def convert(file: Path, save: Path, *options: str) -> int:
 
 
 @pytest.mark.parametrize("name", MODELS)
+@pytest.mark.sample(3)
 @pytest.mark.slow
 def test_a_float32_file_gives_the_weights_and_logits_of_its_model(name, tmp_path, capsys):
     from transformers import AutoModelForCausalLM
