@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 import families
+import llama_like
 import mixture_families
 from families import FAMILIES
 from msrl.checkpoint.source import open_weights
@@ -103,6 +104,7 @@ LAYOUTS = {
         1,
     ),
     "deepseek v3, pp 2, ep 2": (mixture_families.DEEPSEEK_V3, ParallelLayout(1, 2, ep=2), 2),
+    "a stack of one, tp 2, ep 2": (llama_like.ERNIE_MOE, ParallelLayout(2, ep=2), 1),
     "stacked gpt-oss, tp 2, ep 2": (mixture_families.GPT_OSS, ParallelLayout(2, ep=2), 1),
 }
 

@@ -109,7 +109,9 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 def _row(name: str, layout: str, folders: dict[str, Path]) -> Case:
     changes = EXPERT_LAYOUTS | DENSE_LAYOUTS
-    case = Case(f"{name}, {layout}", folders[name], steps=STEPS)
+    # AdamW amplifies rounding where gradients are nearly 0, as those of key biases of MiMo.
+    eps = 1e-4 if name in LLAMA_LIKE + LLAMA_LIKE_MIXTURES else 1e-8
+    case = Case(f"{name}, {layout}", folders[name], steps=STEPS, eps=eps)
     return dataclasses.replace(case, **changes.get(layout, {}))
 
 
