@@ -273,6 +273,11 @@ def _check_mixture(config: HfConfig, shape: Shape) -> None:
 def _check_scores(config: HfConfig, shape: Shape, platform: Platform) -> None:
     """Check that vLLM can choose experts by their scores."""
     is_sigmoid = shape.moe is not None and shape.moe.score == "sigmoid"
+    if shape.moe is not None and shape.moe.expert_bias and not is_sigmoid:
+        raise MsrlError(
+            f"{config.where}: {shape.architecture}: on {platform.name}, vLLM chooses experts by "
+            f"softmax scores without their bias. {_NOT_GENERATED}"
+        )
     if is_sigmoid and engine_source.has_ungrouped_scores(shape.architecture):
         raise MsrlError(
             f"{config.where}: {shape.architecture}: on {platform.name}, vLLM chooses experts by "

@@ -96,11 +96,10 @@ def test_sparse_attention_is_refused_where_vllm_has_none(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize(
-    ("name", "reason"), [("minimax m2", "groups"), ("glm 4.5", ""), ("mixtral", "")]
+    ("name", "reason"),
+    [("minimax m2", "groups"), ("ernie 4.5 moe", "bias"), ("glm 4.5", ""), ("mixtral", "")],
 )
-def test_experts_scored_by_sigmoid_need_groups_on_cpu(
-    tmp_path: Path, name: str, reason: str
-) -> None:
+def test_experts_with_a_bias_need_groups_on_cpu(tmp_path: Path, name: str, reason: str) -> None:
     config = {**MIXTURES[name].config, "hidden_size": 128, "head_dim": 32}
     (tmp_path / "config.json").write_text(json.dumps(config))
     settings = EngineSettings(tmp_path)
