@@ -101,7 +101,7 @@ def vision(session: nox.Session) -> None:
 
 @nox.session
 def tests(session: nox.Session) -> None:
-    """Run all tests except the full tables."""
+    """Run all tests except those marked `full`."""
     run_tests(session, "-m", "not full", "--session-timeout=3600")
 
 
