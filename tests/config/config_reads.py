@@ -133,8 +133,14 @@ class Reads(ast.NodeVisitor):
         elif isinstance(target, ast.Attribute):
             self.held[target.attr] |= self.types(value)
 
+    def visit_Name(self, node: ast.Name) -> None:
+        """Visit nothing below a name."""
+
+    def visit_Constant(self, node: ast.Constant) -> None:
+        """Visit nothing below a constant."""
+
     def visit_Attribute(self, node: ast.Attribute) -> None:
-        self.generic_visit(node)
+        self.visit(node.value)
         for model in self.types(node.value):
             self.keys |= {(model, name) for name in model.model_fields if name == node.attr}
 
