@@ -96,6 +96,7 @@ def assert_equal_calls(parser: str, name: str, tokenizer: Any, text: str) -> Non
     assert calls == calls_of_vllm(parser, tokenizer, text)
 
 
+@pytest.mark.sample(12)
 @pytest.mark.parametrize("calls", RENDERED, ids=range(len(RENDERED)))
 @pytest.mark.parametrize("name", PARSERS)
 def test_rendered_calls_are_read_as_by_vllm(name: str, calls: list[ToolCall], tokenizer: Any):

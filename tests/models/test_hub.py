@@ -190,6 +190,7 @@ def test_what_a_hub_refuses_is_one_message_beside_the_other_mistakes(
     assert "train.parallel.sp" in result.stderr
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_an_unreachable_hub_is_one_message(hub: FakeHub, tmp_path: Path):
     """The port 9 of loopback has no server."""

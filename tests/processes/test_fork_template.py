@@ -72,6 +72,7 @@ def test_a_killed_template_ends_its_ranks_and_the_run() -> None:
     wait_for_end([pid for _, pid, _, _ in reports])
 
 
+@pytest.mark.full
 def test_the_exit_code_of_a_rank_is_reported_and_the_others_end() -> None:
     with start() as ranks:
         messages = ranks.messages()

@@ -34,20 +34,14 @@ GROUP = TransferGroup(
 Calls = list[tuple[str, Any]]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("config", "layout", "world_size"),
     [
-        pytest.param(
-            FAMILIES["qwen3"].config,
-            ParallelLayout(2, 2),
-            4,
-            id="tp 2, pp 2",
-            marks=pytest.mark.full,
-        ),
-        pytest.param(
-            mixture_families.QWEN3_MOE, ParallelLayout(2, ep=2, etp=1), 2, id="tp 2, ep 2"
-        ),
+        (FAMILIES["qwen3"].config, ParallelLayout(2, 2), 4),
+        (mixture_families.QWEN3_MOE, ParallelLayout(2, ep=2, etp=1), 2),
     ],
+    ids=["tp 2, pp 2", "tp 2, ep 2"],
 )
 def test_ranks_collect_all_weights(
     tmp_path: Path, config: dict[str, Any], layout: ParallelLayout, world_size: int

@@ -179,10 +179,11 @@ def test_a_tower_without_a_learning_rate_stays_as_it_is(
     assert names and not any(name.startswith("visual.") for name in names)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "vision",
     [
-        pytest.param({}, id="frozen", marks=pytest.mark.full),
+        pytest.param({}, id="frozen"),
         pytest.param({"tower_lr": 1e-3, "projector_lr": 2e-3}, id="trained"),
     ],
 )

@@ -644,6 +644,7 @@ def test_tokens_outside_the_vocabulary_are_refused(config, inputs, tmp_path):
     assert not (inputs / "runs" / "refused").exists()
 
 
+@pytest.mark.full
 def test_a_truncated_weight_file_is_reported_with_exit_code_2(config, inputs):
     shutil.copytree(inputs / "hf", inputs / "truncated")
     file = inputs / "truncated" / "model.safetensors"
