@@ -113,6 +113,16 @@ def test_presets_place_the_kl_term_like_their_papers(folder: Path):
     } == {"grpo": (1e-3, "k3")}
 
 
+def test_a_preset_beside_a_file_that_sets_all_its_keys_is_refused(folder: Path):
+    resolved = resolve()
+    (folder / "complete.yaml").write_text(to_yaml(resolved.config, resolved.origins))
+    with pytest.raises(
+        MsrlError, match=mentions("algo.preset=gspo", "complete.yaml", "algo.ratio")
+    ):
+        load(["complete.yaml"], ["algo.preset=gspo"], command="train-grpo")
+    load(["complete.yaml"], ["algo.preset=gspo", "algo.ratio=sequence"], command="train-grpo")
+
+
 def test_an_unknown_preset_is_refused_by_name(folder: Path):
     with pytest.raises(ManyErrors, match=mentions("algo.preset=gsp", "gspo")):
         resolve("algo.preset=gsp")

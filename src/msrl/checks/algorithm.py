@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import Any, cast
 
 from msrl.checks import plugins
 from msrl.config.loader import Resolved
+from msrl.config.presets import preset_values
 from msrl.config.schema import AlgoConfig
 from msrl.plan.derived import needs_critic, updates_per_step
 from msrl.registry import ADVANTAGES, LOSSES
@@ -26,6 +28,7 @@ def check_algorithm(resolved: Resolved) -> Iterator[str]:
         (LOSSES, algo.policy_loss, "policy_loss"),
     )
     yield from plugins.check_options(resolved, "algo.options", *both)
+    yield from _preset(resolved)
     yield from _estimator(resolved)
     yield from _loss(resolved)
     yield from _one_advantage(resolved)
@@ -37,6 +40,30 @@ def check_algorithm(resolved: Resolved) -> Iterator[str]:
     yield from check_aggregate(resolved)
     if algo.mask.difficulty is not None and algo.mask.difficulty[0] >= algo.mask.difficulty[1]:
         yield resolved.mistake("algo.mask.difficulty", "the first number must be below the second")
+
+
+def _preset(resolved: Resolved) -> Iterator[str]:
+    """Check that a preset provides a value, beside a file such as a run's that sets all keys."""
+    name = resolved.config.algo.preset
+    origin = resolved.origins.get("algo.preset")
+    if name is None or origin is None:
+        return
+    values = dict(_flat(preset_values(name), "algo"))
+    sources = [resolved.origins[key] for key in values]
+    others = {key: value for key, value in values.items() if resolved.value(key) != value}
+    if others and all(item.is_given and item.name != origin.name for item in sources):
+        shown = ", ".join(f"{key}={value}" for key, value in others.items())
+        problem = f"has no effect, because {sources[0].name} sets all its keys. Set {shown}."
+        yield resolved.mistake("algo.preset", problem)
+
+
+def _flat(values: Mapping[str, Any], section: str) -> Iterator[tuple[str, Any]]:
+    """Yield the dotted keys of values in sections, with their values."""
+    for name, value in values.items():
+        if isinstance(value, Mapping):
+            yield from _flat(cast("Mapping[str, Any]", value), f"{section}.{name}")
+        else:
+            yield f"{section}.{name}", value
 
 
 def check_sft_aggregate(resolved: Resolved) -> Iterator[str]:
