@@ -85,6 +85,25 @@ class VarlenAttention(Protocol):
     ) -> torch.Tensor: ...  # [Q, h, d]
 
 
+class DeltaRule(Protocol):
+    """Differentiable gated delta rule (arXiv:2412.06464) over packed sequences in one kernel.
+
+    N is the number of tokens, g the number of key heads and r that of the value heads of each, k
+    and v are the channels of a head. Every sequence starts with an empty state. The kernel scales
+    queries and keys to length 1, and queries by 1 / sqrt(k).
+    """
+
+    def __call__(
+        self,
+        query: torch.Tensor,  # [N, g, k]
+        key: torch.Tensor,  # [N, g, k]
+        value: torch.Tensor,  # [N, g, r, v]
+        strength: torch.Tensor,  # [N, g, r]
+        log_decay: torch.Tensor,  # [N, g, r] float32
+        ends: tuple[int, ...],  # cumulative lengths of the sequences
+    ) -> torch.Tensor: ...  # [N, g, r, v]
+
+
 @dataclass(frozen=True, slots=True)
 class WeightEngine:
     """A weight transfer engine of vLLM, which moves weights from device to device.
@@ -258,6 +277,10 @@ class Platform(ABC):
         The reason is "" if the platform has no fused attention at all.
         """
         return ""
+
+    def delta_rule(self, dtype: torch.dtype, key_head_dim: int) -> DeltaRule | None:
+        """Return the fused gated delta rule of the platform, or None."""
+        return None
 
     def grouped_product(
         self,

@@ -14,6 +14,7 @@ from msrl.errors import MsrlError
 from msrl.platforms.base import (
     COMMON_STACK,
     MEGATRON_CORE,
+    DeltaRule,
     DevicePlatform,
     VarlenAttention,
     is_installed,
@@ -86,6 +87,32 @@ def flash_attention(
         **options,
     )
     return cast("torch.Tensor", output)
+
+
+def chunked_delta_rule(
+    query: torch.Tensor,  # [N, g, k]
+    key: torch.Tensor,  # [N, g, k]
+    value: torch.Tensor,  # [N, g, r, v]
+    strength: torch.Tensor,  # [N, g, r]
+    log_decay: torch.Tensor,  # [N, g, r]
+    ends: tuple[int, ...],
+) -> torch.Tensor:
+    """Compute `DeltaRule` with flash-linear-attention (`fla.ops.gated_delta_rule`, 0.3 and later).
+
+    It reads one batch of as many heads of queries and keys as of values.
+    """
+    operator = importlib.import_module("fla.ops.gated_delta_rule").chunk_gated_delta_rule
+    ratio = value.shape[2]
+    output, _ = operator(
+        q=query.repeat_interleave(ratio, 1)[None],
+        k=key.repeat_interleave(ratio, 1)[None],
+        v=value.flatten(1, 2)[None],
+        g=log_decay.flatten(1)[None],
+        beta=strength.flatten(1)[None],
+        use_qk_l2norm_in_kernel=True,
+        cu_seqlens=_bounds(ends, query.device).long(),
+    )
+    return output[0].unflatten(1, (-1, ratio))
 
 
 def _max_length(ends: tuple[int, ...]) -> int:
@@ -207,6 +234,14 @@ class CudaPlatform(DevicePlatform):
             device = torch.cuda.get_device_name()
             return f"flash attention needs compute capability 8.0, which {device} does not have"
         return flash_attention
+
+    def delta_rule(self, dtype: torch.dtype, key_head_dim: int) -> DeltaRule | None:
+        import torch
+
+        # Triton chooses its kernels by measuring them, so two runs may differ in the last bits.
+        is_exact = torch.are_deterministic_algorithms_enabled()
+        is_supported = dtype in (torch.bfloat16, torch.float16) and key_head_dim <= 256
+        return chunked_delta_rule if is_supported and not is_exact and is_installed("fla") else None
 
 
 PLATFORM = CudaPlatform()

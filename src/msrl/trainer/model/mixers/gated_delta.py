@@ -6,7 +6,7 @@ Each token changes the state S [k, v] of a value head by its key k, value v, dec
 
 Tokens are processed in chunks (section 3.3 of the paper, with the decays in log space). Within a
 chunk, the corrections follow from a triangular system; only the states between chunks are computed
-one after the other, for all sequences at the same time.
+one after the other, for all sequences at the same time. A platform may have a fused kernel instead.
 
 Letters: n rows of a micro-batch on this rank, N tokens of its complete sequences, c channels, g key
 heads of this rank, r value heads per key head, k and v channels of a head, m = 2 k + r v mixed
@@ -20,6 +20,7 @@ import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import accumulate
 from typing import Any, cast
 
 import numpy as np
@@ -33,7 +34,9 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from msrl import platforms
 from msrl.models.shape import DeltaNet
+from msrl.platforms.base import DeltaRule
 from msrl.trainer.model.context import join_heads, own_heads, split_heads
 from msrl.trainer.model.layers import column_parallel, output_projection
 from msrl.trainer.model.packed import PackedSequences
@@ -177,8 +180,13 @@ def _mix(
     mixed, b, a = inputs.split([inputs.shape[-1] - 2 * ratio, ratio, ratio], -1)
     mixed = F.silu(causal_convolution(mixed, convolution.squeeze(2), chunks.positions))
     widths = [delta.key_head_dim, delta.key_head_dim, ratio * delta.value_head_dim]
-    query, key, value = mixed.float().split(widths, -1)
     decay = -log_rate.float().exp() * F.softplus(a.float() + step_bias.float())
+    kernel = _fused_rule(inputs.device.type, inputs.dtype, delta.key_head_dim)
+    if kernel is not None:
+        query, key, value = mixed.split(widths, -1)
+        values, ends = value.unflatten(-1, (ratio, -1)), tuple(accumulate(lengths))
+        return kernel(query, key, values, b.sigmoid(), decay, ends).flatten(2)
+    query, key, value = mixed.float().split(widths, -1)
     output = delta_rule(
         _normalized(query) * delta.key_head_dim**-0.5,
         _normalized(key),
@@ -188,6 +196,11 @@ def _mix(
         lengths,
     )
     return output.flatten(2).to(inputs.dtype)
+
+
+@functools.cache
+def _fused_rule(device: str, dtype: torch.dtype, key_head_dim: int) -> DeltaRule | None:
+    return platforms.get(device).delta_rule(dtype, key_head_dim)
 
 
 def causal_convolution(
