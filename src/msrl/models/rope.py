@@ -68,9 +68,7 @@ class _Table:
             value = self.config.checked_positive(f"{self.key}.{name}", self.values[name], None)
             top_level = self.config.values.get(name)
             if top_level not in (None, value):
-                self.config.fail(
-                    name, f"is {top_level}, but {self.key} has {value:g}. Remove one of them"
-                )
+                self.config.fail(name, f"differs from {self.key}.{name}={value:g}. Remove one")
             return value
         if name in self.config.values and self.config.values[name] is None:
             self.config.fail(
