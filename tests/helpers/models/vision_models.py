@@ -34,7 +34,7 @@ IDS = {
     "vision_start_token_id": 3, "vision_end_token_id": 4, "vision_token_id": 5,
     "image_token_id": 6, "video_token_id": 7,
 }  # fmt: skip
-_TOWERS: dict[str, dict[str, Any]] = {
+TOWERS: dict[str, dict[str, Any]] = {
     "qwen2-vl": {"hidden_size": 128},
     "qwen2.5-vl": {
         "depth": 3, "window_size": 56, "fullatt_block_indexes": [1], "out_hidden_size": 128,
@@ -44,10 +44,10 @@ _TOWERS: dict[str, dict[str, Any]] = {
         "out_hidden_size": 128,
     },
 }  # fmt: skip
-_TOWERS["qwen3-vl moe"] = _TOWERS["qwen3-vl"]
+TOWERS["qwen3-vl moe"] = TOWERS["qwen3-vl"]
 _DELTA = ("qwen3.5, language model", "qwen3.5 moe, language model")  # bfloat16 only on CPU
-_TOWERS |= {name: {"num_position_embeddings": 25, "out_hidden_size": 128} for name in _DELTA}
-_TOWERS["internvl"] = {"num_hidden_layers": 3}
+TOWERS |= {name: {"num_position_embeddings": 25, "out_hidden_size": 128} for name in _DELTA}
+TOWERS["internvl"] = {"num_hidden_layers": 3}
 TILE_TOKENS = ("<img>", "</img>", "<quad>", "<IMG_CONTEXT>", "<video>")
 _TILE_NAMES = {
     "start_image_token": "<img>", "end_image_token": "</img>",
@@ -58,7 +58,7 @@ _TILE_NAMES = {
 def config(name: str) -> dict[str, Any]:
     """Return the config of a model."""
     values = copy.deepcopy((FAMILIES | MIXTURES)[name].config) | IDS
-    values["vision_config"] |= _TOWERS[name]
+    values["vision_config"] |= TOWERS[name]
     text = values.get("text_config", values)
     text |= {
         "hidden_size": 128, "vocab_size": VOCAB_SIZE, "max_position_embeddings": 1024,

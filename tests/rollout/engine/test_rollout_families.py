@@ -62,7 +62,7 @@ _CHANGES: dict[str, dict[str, object]] = {
 }
 
 
-def _save(folder: Path, name: str) -> tuple[Path, dict]:
+def save_small_model(folder: Path, name: str) -> tuple[Path, dict]:
     """Save a model of the family with sizes that vLLM supports on CPU, most of them the smallest.
 
     Its vocabulary contains the byte tokenizer's.
@@ -92,7 +92,7 @@ def _save(folder: Path, name: str) -> tuple[Path, dict]:
     ],
 )
 def test_a_family_that_vllm_cannot_serve_is_refused(tmp_path: Path, name: str, reason: str) -> None:
-    folder, _ = _save(tmp_path, name)
+    folder, _ = save_small_model(tmp_path, name)
     with pytest.raises(MsrlError, match=mentions("vLLM", reason)):
         VllmEngine(
             EngineSettings(folder, dtype="float32", engine=EngineConfig(max_model_len=64)),
@@ -119,7 +119,7 @@ def test_the_engine_has_the_logprobs_of_the_reference(
 ) -> None:
     for method in ("__init__", "__call__"):  # vLLM changes this class for the whole process
         monkeypatch.setattr(GlmModel, method, getattr(GlmModel, method))
-    folder, config = _save(tmp_path, name)
+    folder, config = save_small_model(tmp_path, name)
     reference, ids = FAMILY_ROWS[name].reference, parity_ranks.sequences(190)
     if reference == "transformers":
         logits = transformers_logits(folder, ids)
@@ -150,7 +150,7 @@ def test_the_engine_has_the_logprobs_of_the_reference(
 @pytest.mark.parametrize("name", ["qwen3-next", "qwen3.5", "qwen3.5 moe"])
 def test_an_engine_with_delta_networks_is_as_exact_as_bfloat16(tmp_path: Path, name: str) -> None:
     """Compare new weights with transformers, whose own error in bfloat16 is the tolerance."""
-    folder, config = _save(tmp_path, name)
+    folder, config = save_small_model(tmp_path, name)
     ids, weights = parity_ranks.sequences(190), families.weights(config)
     exact, rounded = (_logprobs(folder, ids, dtype) for dtype in (torch.float32, torch.bfloat16))
     tolerance = 2 * np.abs(exact - rounded).mean()

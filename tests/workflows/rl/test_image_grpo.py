@@ -28,6 +28,7 @@ from msrl.workflows.rl import setup
 from one_process import one_process
 from support import mentions
 from test_killed_grpo import at_step, killed_at
+from test_rollout_families import save_small_model
 from test_train_grpo import rollouts
 from training_runs import metrics, run_training, write_config
 from vision_folders import encoded, picture
@@ -113,6 +114,26 @@ def test_engine_and_ranks_agree_on_pictures_of_other_models(name: str, tmp_path:
     inputs = _make_inputs(tmp_path, name)
     first, second = metrics(run_training(inputs, _settings(inputs)))
     assert first["rollout/logprob_gap"] < 1e-5 and second["rollout/logprob_gap"] < 1e-5
+
+
+@pytest.mark.slow
+@pytest.mark.full
+@pytest.mark.parametrize("name", ["qwen3.5, language model", "qwen3-next"])
+def test_engine_and_ranks_agree_with_delta_networks(name: str, tmp_path: Path) -> None:
+    """Train in bfloat16, which their engines on CPU need, with updates of more than one nat."""
+    if name in vision_models.TOWERS:
+        settings = _killable(_make_inputs(tmp_path, name), "delta")
+    else:
+        save_small_model(tmp_path / "model", name)
+        rows = [{"instruction": f"{number}?", "output": "a"} for number in range(8)]
+        _preprocess(tmp_path / "data", tmp_path / "model", rows)
+        settings = _killable(tmp_path, "delta")
+        del settings["train"]["vision"]
+    settings["model"]["dtype"] = "bfloat16"
+    settings["rollout"]["engine"]["prefix_cache"] = False
+    steps = metrics(run_training(tmp_path, settings))
+    assert len(steps) == 3 and all(step["train/grad_norm"] > 1 for step in steps)
+    assert max(step["rollout/logprob_gap"] for step in steps) < 0.2
 
 
 def _killable(inputs: Path, name: str) -> dict[str, Any]:
