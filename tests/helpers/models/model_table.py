@@ -38,13 +38,14 @@ GENERATED = {"qwen2", "qwen3", "llama", "mistral", "glm", "chatglm", "gemma2", "
     *("qwen3_moe", "qwen2_moe", "glm4", "glm4_moe", "mixtral", "seed_oss"),
     *("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "internvl"),
     *("gpt_oss", "hy_v3", "glm4_moe_lite", "deepseek_v2", "deepseek_v3"),
-    *("smollm3", "olmo2", "olmo3", "phi3", "granite", "ernie4_5", "exaone4", "cohere"),
-    *("minicpm3", "granite_moe", "hunyuan_v1"),
+    *("smollm3", "olmo3", "phi3", "granite", "ernie4_5", "exaone4", "cohere"),
+    *("minicpm3", "hunyuan_v1"),
 }
 # Limits of rollouts of these families.
 LIMITS = {
     "phi3": "yes, in sequences up to the window, and up to the first length of LongRoPE",
     "cohere": "yes, in sequences up to the window",
+    "hunyuan_v1": "yes, dense; mixtures not tried",
     "minicpm3": "yes",
 }
 

@@ -38,7 +38,6 @@ from test_families import transformers_logits
 FAMILY_ROWS = {**FAMILIES, **MIXTURES}
 # Changes without which vLLM computes sequences of 64 tokens in another way, or has no kernel.
 _CHANGES: dict[str, dict[str, object]] = {
-    "phi 3": {"sliding_window": 64},
     "phi 4 mini": {
         "original_max_position_embeddings": 64,
         "rope_scaling": {
@@ -108,10 +107,8 @@ def test_a_family_that_vllm_cannot_serve_is_refused(tmp_path: Path, name: str, r
         *("gemma 2", "gemma 3", "mistral v0.1", "glm 4", "glm 4 remote code", "glm 4 0414"),
         *("seed-oss", "qwen2 moe", "mixtral", "glm 4.5", "gpt-oss", "hunyuan 3", "glm 4.7 flash"),
         *("deepseek v2 lite", "deepseek v2", "deepseek v3", "kimi k2"),
-        *("smollm 3", "olmo 2", "olmo 3", "phi 3", "phi 4 mini", "granite 3", "granite 4"),
-        *("ernie 4.5", "hunyuan v1", "exaone 4", "exaone 4 small", "cohere", "cohere 2"),
-        *("minicpm 3", "granite 3 moe", "granite 3 moe, shared", "granite 4 moe"),
-        "hunyuan v1 moe",
+        *("smollm 3", "olmo 3", "phi 4 mini", "granite 3", "ernie 4.5", "hunyuan v1", "exaone 4"),
+        *("cohere 2", "minicpm 3"),
     ],
 )
 def test_the_engine_has_the_logprobs_of_the_reference(
