@@ -551,6 +551,7 @@ def test_a_long_file_with_few_values_is_within_the_limits(tmp_path: Path):
     assert load([str(tmp_path / "a.yaml")]).config.run.name == "x"
 
 
+@pytest.mark.slow
 def test_few_open_files_are_refused_before_anything_starts(tmp_path: Path):
     save_model(tmp_path / "hf", tied=True)
     command = [sys.executable, "-m", "msrl", "chat", "--model", str(tmp_path / "hf")]

@@ -273,7 +273,7 @@ def test_bm25_prefers_rare_words_and_short_texts():
         ("frozen_lake", {"size": 1}, ("size",)),
         ("sokoban", {"num_boxes": 0}, ("num_boxes",)),
         ("retry", {"verifier": "unknown"}, ("verifier", "unknown")),
-        ("mcp", {}, ("command", "url")),
+        pytest.param("mcp", {}, ("command", "url"), marks=pytest.mark.slow),
         ("textarena", {"id": "GuesTheNumber-v0"}, ("id=GuesTheNumber-v0", "'GuessTheNumber-v0'")),
         ("textarena", {"id": "TicTacToe-v0"}, ("id=TicTacToe-v0", "players", "opponent")),
         ("textarena", {"id": "TicTacToe-v0", "players": 2}, ("players=2", "opponent")),

@@ -259,7 +259,10 @@ def test_a_fork_server_that_is_killed_while_it_loads_is_replaced(tmp_path: Path)
         assert environments.open("a", {}).result(HANG_S).messages
 
 
-@pytest.mark.parametrize(("action", "num_starts"), [(KILL, 4), ("os._exit(7)", 1)])
+@pytest.mark.parametrize(
+    ("action", "num_starts"),
+    [pytest.param(KILL, 4, marks=pytest.mark.slow), ("os._exit(7)", 1)],
+)
 def test_a_fork_server_that_cannot_load_is_a_user_error(tmp_path: Path, action, num_starts):
     source = write_failing(tmp_path, action, 99)
     with pool(source) as environments, pytest.raises(MsrlError) as error:
@@ -342,11 +345,13 @@ def test_a_tool_that_raises_is_an_observation(tools, episode):
     assert tools.step(episode, "done").result(HANG_S).done
 
 
-@pytest.mark.parametrize(("opens_thought", "done"), [(True, True), (False, False)])
-def test_a_call_in_a_thought_that_the_prompt_began_does_not_run(opens_thought, done):
-    with pool(toolbox(), opens_thought=opens_thought) as environments:
+def test_a_call_in_a_thought_that_the_prompt_began_does_not_run(tools, episode):
+    answer = f"Hm. {call('fine')}"
+    tools.open(episode, {}).result(HANG_S)
+    assert not tools.step(episode, answer).result(HANG_S).done
+    with pool(toolbox(), opens_thought=True) as environments:
         environments.open("a", {}).result(HANG_S)
-        assert environments.step("a", f"Hm. {call('fine')}").result(HANG_S).done is done
+        assert environments.step("a", answer).result(HANG_S).done
 
 
 @pytest.mark.parametrize(

@@ -69,7 +69,7 @@ def test_a_malformed_call_has_a_problem_for_the_model(name: str):
 @pytest.mark.sample(4)
 @pytest.mark.parametrize("name", FORMATS)
 @given(text=st.lists(FRAGMENTS | st.text(max_size=20), max_size=12).map("".join))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 def test_any_text_is_read_without_an_exception(name: str, text: str):
     parsed = tool_format(name).parse(text, ())
     assert isinstance(parsed, ParsedAnswer)

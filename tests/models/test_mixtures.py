@@ -275,7 +275,7 @@ def test_the_bias_of_experts_remains_in_float32(folders: dict[str, Path]) -> Non
 
 
 # The counts come from the models' cards and the indices of their published weights.
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("file", "parameters", "layout"),
     [
