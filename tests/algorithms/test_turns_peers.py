@@ -93,6 +93,7 @@ def test_step_reinforce_gives_a_state_that_is_seen_once_zero_as_roll(
     assert (expected == 0.0).any()
 
 
+@pytest.mark.sample(8)
 @pytest.mark.parametrize("counts", [COUNTS, ALONE])
 @pytest.mark.parametrize("name", ["gigpo", "step_reinforce"])
 @pytest.mark.parametrize(

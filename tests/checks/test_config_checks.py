@@ -52,6 +52,7 @@ def test_valid_configurations_pass(folder: Path):
     assert load(["grpo.yaml"], command="train-grpo").config.rollout.samples_per_prompt == 8
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("command", "sets"),
     [

@@ -44,6 +44,7 @@ HF2MCORE = ("convert-ckpt", "hf2mcore", "--load", "model", "--save", "out")
 MANY = "--set=cluster.devices_per_node=2"
 
 
+@pytest.mark.sample(14)
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -60,6 +60,7 @@ MISTAKES: Mapping[str, tuple[str, ...]] = {
 }
 
 
+@pytest.mark.sample(12)
 @pytest.mark.parametrize("line", MISTAKES)
 def test_an_option_of_another_tool_is_answered_with_the_one_of_msrl(
     line: str, capsys: pytest.CaptureFixture[str]

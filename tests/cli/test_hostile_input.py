@@ -271,6 +271,7 @@ def test_files_that_include_others_many_times_are_one_message(
     assert "f0.yaml" in error and "Traceback" not in error
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     "text",
     [

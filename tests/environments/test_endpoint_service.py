@@ -135,6 +135,7 @@ def test_the_finish_reason_tells_that_an_answer_is_truncated() -> None:
     assert agent.step("x").done
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("scheme", ["", "Basic ", "Bearer"])
 def test_a_key_counts_only_with_its_scheme(scheme: str) -> None:
     server = ChatServer()
@@ -229,6 +230,7 @@ def test_an_agent_that_cannot_run_ends_its_episode() -> None:
         agent.reset({})
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("reward", [float("nan"), float("inf"), 10**400, True, "1", None, [1]])
 def test_a_reward_must_be_a_finite_number(reward: Any) -> None:
     server = ChatServer()

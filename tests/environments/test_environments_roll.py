@@ -36,6 +36,7 @@ ANSWERS = [
 ]  # fmt: skip
 
 
+@pytest.mark.sample(16)
 @pytest.mark.parametrize("size", [2, 4, 6])
 @pytest.mark.parametrize("seed", range(8))
 @pytest.mark.parametrize("slips", [False, True])

@@ -98,6 +98,7 @@ def test_a_configuration_is_valid_for_its_command(file: Path, folder: Path):
     checked_plan(resolved, command)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", ["On a laptop", "On devices"])
 def test_each_gsm8k_command_accepts_the_output_of_the_previous_ones(
     name: str, folder: Path, capsys: pytest.CaptureFixture[str]

@@ -111,6 +111,7 @@ def test_a_score_head_is_split_along_hidden_and_its_bias_is_zero_on_every_rank(
         assert "rm_head.weight" not in tensors[Coords(tp_rank, 0)]
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("row", ROWS)
 def test_a_reward_model_comes_back_bit_for_bit_from_another_layout(
     tmp_path: Path, row: str

@@ -384,6 +384,7 @@ def test_the_arguments_name_the_format(distributed: bool, expected: str) -> None
     assert arguments("qwen3", distributed=distributed)["ckpt_format"] == expected
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     "options", ["--tp 2 --ep 2 --moe-tp-extend-ep --moe-grouped-gemm", "--tp 2 --ep 2 --etp 1"]
 )
@@ -533,6 +534,7 @@ def uneven_vocabulary(folder: Path, rows: tuple[int, int]) -> dict[str, Tensor]:
     return weights
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("command", ["mcore2hf", "reshard --tp 2", "reshard --tp 4"])
 def test_a_vocabulary_without_padding_is_read_in_any_layout(tmp_path: Path, command: str) -> None:
     config = {**row_config("qwen2.5"), "num_attention_heads": 4, "num_key_value_heads": 4}

@@ -81,6 +81,7 @@ def test_files_bytes_and_padding_of_every_real_config_are_planned_in_under_a_sec
     assert planned >= 25 and all("quantization_config" in message for message in refused)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("distributed", [False, True])
 @pytest.mark.parametrize(
     ("name", "layout"),

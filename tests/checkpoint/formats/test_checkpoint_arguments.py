@@ -53,6 +53,7 @@ CONTRADICTIONS = [
 ]
 
 
+@pytest.mark.sample(8)
 @pytest.mark.parametrize("distributed", [False, True])
 @pytest.mark.parametrize(("arguments", "message"), CONTRADICTIONS)
 def test_an_argument_that_contradicts_the_config_is_refused_with_both_values(
@@ -86,6 +87,7 @@ def test_arguments_without_a_counterpart_or_of_equal_value_are_accepted(
     open_mcore(write_checkpoint(tmp_path, **arguments))
 
 
+@pytest.mark.sample(30)
 @pytest.mark.parametrize("distributed", [False, True])
 @pytest.mark.parametrize("name", FAMILIES | MIXTURES)
 def test_arguments_that_msrl_writes_agree_with_the_config(name: str, distributed: bool) -> None:

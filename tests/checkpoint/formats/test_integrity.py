@@ -142,6 +142,7 @@ def has_started(folder: Path) -> bool:
     return (folder / "runs").exists()
 
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("kind", FORMATS)
 @pytest.mark.parametrize(
     "command",

@@ -119,6 +119,7 @@ def different(tmp_path: Path) -> str:
     return str(file)
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("command", COMMANDS)
 def test_every_message_that_names_an_option_names_one_of_its_own_command(
     command: str, different: str, capsys: pytest.CaptureFixture[str]

@@ -74,6 +74,7 @@ def test_an_unknown_engine_argument_is_refused_with_the_nearest_name(folder: Pat
     assert_mentions(line, "rollout.engine.options.blok_size=32", "block_size")
 
 
+@pytest.mark.sample(8)
 @pytest.mark.parametrize("name", sorted(engine_arguments.SET_BY_MSRL))
 def test_an_engine_argument_that_msrl_sets_is_refused_with_the_key_to_use(
     folder: Path, name: str

@@ -70,6 +70,7 @@ def check(inputs: Path, command: str, *sets: str) -> Any:
     return load([str(inputs / "dpo.yaml")], sets, command=command)
 
 
+@pytest.mark.sample(12)
 @pytest.mark.parametrize(
     ("command", "sets", "fragments"),
     [

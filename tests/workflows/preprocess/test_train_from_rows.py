@@ -99,6 +99,7 @@ def contents(prefix: str) -> dict[str, bytes]:
     return {path.name.removeprefix(Path(prefix).name): path.read_bytes() for path in files}
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("kind", KINDS)
 def test_rows_of_every_kind_become_the_data_of_preprocess_bit_by_bit(
     kind: str, model: Path, tmp_path: Path
@@ -189,6 +190,7 @@ def test_all_that_changes_tokens_makes_another_entry(model: Path, tmp_path: Path
     assert len(set(prefixes)) == len(changes) + 1
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("damage", ["changed", "manifest", "notes", "missing", "incomplete"])
 def test_a_damaged_entry_is_preprocessed_again(
     damage: str, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]

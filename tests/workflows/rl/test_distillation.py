@@ -89,6 +89,7 @@ def test_a_teacher_with_another_padding_of_the_embedding_is_refused_with_a_remed
         check(inputs, sets)
 
 
+@pytest.mark.sample(10)
 @pytest.mark.parametrize(
     ("sets", "fragments"),
     [

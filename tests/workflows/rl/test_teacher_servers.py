@@ -414,6 +414,7 @@ def test_a_key_is_only_the_name_of_a_variable_and_is_never_written(
         check(teachers=secret)
 
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize(
     ("teachers", "sets", "fragments"),
     [
