@@ -114,6 +114,7 @@ def axe_faults(page: Any) -> list[Any]:
     return [(rule["id"], [node["html"] for node in rule["nodes"]][:3]) for rule in serious]
 
 
+@pytest.mark.sample(18)
 @pytest.mark.parametrize("theme", ["light", "dark"])
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("name", PAGES)

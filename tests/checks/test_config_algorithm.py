@@ -128,6 +128,7 @@ def test_an_unknown_preset_is_refused_by_name(folder: Path):
         resolve("algo.preset=gsp")
 
 
+@pytest.mark.sample(13)
 @pytest.mark.parametrize(
     ("sets", "line"),
     [

@@ -106,6 +106,7 @@ def test_missing_files_are_reported_by_key(folder: Path):
     )
 
 
+@pytest.mark.sample(8)
 @pytest.mark.parametrize(
     ("sets", "fragments"),
     [
@@ -162,6 +163,7 @@ def test_each_invalid_sft_setting_is_one_line(
     assert_each_mentions(mistakes("train-sft", *sets), fragments)
 
 
+@pytest.mark.sample(8)
 @pytest.mark.parametrize(
     ("sets", "fragments"),
     [

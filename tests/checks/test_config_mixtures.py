@@ -61,6 +61,7 @@ def test_valid_settings_of_a_mixture_pass(folder: Path):
     load(["sft.yaml"], trained, command="train-sft")
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize(
     ("model", "sets", "fragments"),
     [

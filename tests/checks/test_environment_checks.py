@@ -36,6 +36,7 @@ def errors(*sets: str) -> list[str]:
     return [*check_environment(resolved), *check_effects(resolved, "train-grpo")]
 
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize(
     ("sets", "expected"),
     [
@@ -227,6 +228,7 @@ def _renderer(folder: Path) -> Renderer:
     return make_renderer(load_template("qwen_retool"), text_tokenizer(load_tokenizer(folder)))
 
 
+@pytest.mark.slow
 def test_prompts_that_show_the_tools_need_no_template_that_lists_them(tmp_path: Path) -> None:
     make_tokenizer().save_pretrained(tmp_path)
     renderer = _renderer(tmp_path)

@@ -52,6 +52,7 @@ COMMANDS: Mapping[str, tuple[str, ...]] = {
 }  # fmt: skip
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("line", COMMANDS)
 def test_missing_paths_are_reported_with_invalid_values(
     line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -135,7 +135,7 @@ def test_install_completion_writes_the_script_of_the_shell(environment: dict[str
     assert str(script) in (Path(environment["HOME"]) / ".bashrc").read_text(encoding="utf-8")
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("shell", "line", "expected"),
     [
@@ -163,6 +163,7 @@ def test_other_shells_complete_full_words(
     assert expected in done.stdout and not done.stderr
 
 
+@pytest.mark.slow
 def test_every_candidate_of_zsh_is_on_one_line(environment: dict[str, str]):
     request = {
         "_MSRL_COMPLETE": "complete_zsh",

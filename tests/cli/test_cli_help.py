@@ -110,6 +110,7 @@ def test_the_usage_line_names_visible_arguments_without_braces(capsys: pytest.Ca
     assert usages == ["Usage: msrl preprocess [OPTIONS]", "Usage: msrl report [OPTIONS] RUN"]
 
 
+@pytest.mark.sample(12)
 @pytest.mark.parametrize("names", COMMANDS, ids=" ".join)
 def test_texts_of_options_are_sentences_and_every_command_has_examples(names: list[str]):
     command = find_command(names)
@@ -154,6 +155,7 @@ def test_options_are_in_panels(capsys: pytest.CaptureFixture[str]):
     assert titles == ["Checkpoint", "Parallel layout", "Format", "Configuration", "General"]
 
 
+@pytest.mark.sample(12)
 @pytest.mark.parametrize("names", COMMANDS, ids=" ".join)
 def test_examples_of_the_help_parse(names: list[str]):
     lines = (find_command(names).epilog or "").replace("\\\n", " ").splitlines()
@@ -210,6 +212,7 @@ def test_help_has_plain_borders_where_the_encoding_has_no_others():
     assert b"\\u" not in done.stdout and b"+- Sampling -" in done.stdout
 
 
+@pytest.mark.sample(8)
 @pytest.mark.parametrize("name", sorted({name for option in OPTIONS for name in option.commands}))
 def test_every_option_of_a_key_sets_it(name: str):
     words = {bool: [], dict: ["{}"]}

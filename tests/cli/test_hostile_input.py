@@ -99,6 +99,7 @@ RECORD_FILES: list[tuple[str, Callable[[Path], object]]] = [
 ]
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize(("name", "read"), RECORD_FILES)
 def test_a_file_of_records_is_not_read_beyond_its_limit(
     name: str, read: Callable[[Path], object], tmp_path: Path
@@ -414,6 +415,7 @@ def test_a_hostile_chat_template_is_one_message(
     assert "\x1b" not in str(caught.value)
 
 
+@pytest.mark.slow
 def test_every_process_renders_chat_templates_within_the_limits(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
@@ -439,6 +441,7 @@ def test_every_process_renders_chat_templates_within_the_limits(
     assert text == f"a{tokenizer.eos_token}False"
 
 
+@pytest.mark.slow
 def test_a_killed_process_of_chat_templates_is_replaced_at_most_twice(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
@@ -530,6 +533,7 @@ PLUGINS = {
 }
 
 
+@pytest.mark.sample(7)
 @pytest.mark.parametrize("key", ["algo.policy_loss", "preprocess.handler", "environment.path"])
 @pytest.mark.parametrize("content", PLUGINS)
 def test_a_python_file_that_cannot_be_parsed_is_one_message(

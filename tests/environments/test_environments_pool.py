@@ -82,6 +82,7 @@ def test_every_episode_has_a_process_of_its_own(shared: EnvironmentPool, episode
     assert len(pids) == 2 and os.getpid() not in pids
 
 
+@pytest.mark.slow
 def test_environments_reach_loopback_without_a_proxy(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("no_proxy", "internal")
     with pool(moody()) as environments:
@@ -129,6 +130,7 @@ def test_a_fault_ends_its_episode_with_a_counted_reason(shared, mood, reason, ke
     assert environments.fault_counts[reason] == before.get(reason, 0) + 1
 
 
+@pytest.mark.slow
 def test_the_memory_limit_begins_at_the_size_of_the_loaded_environments(
     monkeypatch: pytest.MonkeyPatch,
 ):
@@ -253,6 +255,7 @@ def write_failing(folder: Path, action: str, num_times: int) -> EnvironmentSourc
 KILL = "os.kill(os.getpid(), signal.SIGKILL)"
 
 
+@pytest.mark.slow
 def test_a_fork_server_that_is_killed_while_it_loads_is_replaced(tmp_path: Path):
     with pool(write_failing(tmp_path, KILL, 1)) as environments:
         environments.start()
@@ -281,6 +284,7 @@ def test_a_process_that_is_killed_from_outside_is_lost(shared, episode):
     assert shared.fault_counts["lost"] == before + 1
 
 
+@pytest.mark.slow
 def test_slow_calls_run_at_the_same_time_up_to_the_limit():
     source = EnvironmentSource(path=f"{FILE}:Moody", timeout_s=5.0)
     with EnvironmentPool({"it": source}, max_running=2) as environments:

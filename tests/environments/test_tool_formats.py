@@ -75,7 +75,7 @@ def test_any_text_is_read_without_an_exception(name: str, text: str):
     assert isinstance(parsed, ParsedAnswer)
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", FORMATS)
 @given(calls=CALLS)
 @settings(max_examples=40, deadline=None)
@@ -123,7 +123,7 @@ def readable_calls(name: str, calls: list[ToolCall]) -> list[ToolCall]:
     ]
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", FORMATS)
 @given(calls=CALLS)
 @settings(max_examples=15, deadline=None)

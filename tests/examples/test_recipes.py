@@ -81,6 +81,7 @@ def test_a_recipe_passes_its_dry_run_and_fits_on_its_devices(
     assert not re.search("^warning", output.err, re.M), output.err
 
 
+@pytest.mark.sample(7)
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
 def test_a_recipe_names_its_model_and_says_that_it_was_not_run(file: Path):
     comment = file.read_text(encoding="utf-8").partition("defaults:")[0]

@@ -86,6 +86,7 @@ def test_every_layout_is_legal_fits_and_none_is_faster_than_the_ones_before(fold
         assert training_memory(resolved, temporary_elements=1 << 26) == layout.memory
 
 
+@pytest.mark.slow
 def test_the_quick_lower_bounds_never_exceed_the_memory_estimate(folder: Path):
     for model in ("dense", "mixture"):
         found = search(folder, Devices(2, 2), f"model.path={folder / model}", memory=1e15)

@@ -362,6 +362,7 @@ def test_rules_name_exactly_the_tensors_of_a_published_index() -> None:
     assert num_parameters(shape) * 2 == published["metadata"]["total_size"]
 
 
+@pytest.mark.sample(13)
 @pytest.mark.parametrize(
     ("name", "changes", "fragments"),
     [

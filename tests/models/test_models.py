@@ -145,6 +145,7 @@ def test_real_configs_of_other_architectures_are_refused_by_name() -> None:
     assert refused > 20
 
 
+@pytest.mark.sample(10)
 @pytest.mark.parametrize(
     ("base", "changes", "fragments"),
     [

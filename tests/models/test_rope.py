@@ -127,6 +127,7 @@ def test_rotary_settings_are_those_of_transformers(name: str, case: str, tmp_pat
     assert settings == {key: expected[key] for key in settings}
 
 
+@pytest.mark.sample(13)
 @pytest.mark.parametrize("case", REFUSED)
 @pytest.mark.parametrize("name", ["qwen2.5", "gemma 2"])
 def test_rotary_settings_without_one_meaning_are_refused(name: str, case: str):

@@ -37,6 +37,7 @@ def _settings(*sets: str) -> list[str]:
     return ["model.path=dense", *(f"train.parallel.{each}" for each in sets)]
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize(
     ("sets", "fragments"),
     [

@@ -119,6 +119,7 @@ def test_a_source_that_fails_on_some_calls_is_counted_and_does_not_end_the_step(
     assert "scores_a/error: 3 scored as wrong; first at prompt 0" in scores.notes[0]
 
 
+@pytest.mark.slow
 def test_every_source_is_judged_by_its_own_calls(own):
     sources = [
         Source(function=f"{own}:fine"),
@@ -148,6 +149,7 @@ def test_a_step_of_several_parts_is_judged_as_one(own):
     assert joined.failures == {"scores_a/error": 4} and len(joined.groups) == 2
 
 
+@pytest.mark.slow
 def test_a_function_that_hangs_on_every_call_takes_a_bounded_time(own):
     with Scorer(
         [Source(function=f"{own}:hangs", timeout_s=0.2), Source(function=f"{own}:fine")], 2

@@ -84,6 +84,7 @@ def test_a_stuck_verifier_is_killed_alone_and_the_next_call_works(name):
         assert workers.map(calls("fine")) == (CallResult(1.0),)
 
 
+@pytest.mark.slow
 def test_a_stuck_worker_is_killed_although_another_one_is_always_busy():
     with pool("sleep_forever", stuck_s=0.5, num_workers=2) as workers:
         workers.map(calls("warm"))
@@ -114,6 +115,7 @@ def test_an_answer_in_the_pipe_is_no_timeout(monkeypatch):
     assert stalls
 
 
+@pytest.mark.slow
 def test_the_call_of_a_worker_that_was_killed_is_repeated_at_most_three_times(tmp_path):
     with pool("killed_once", options={"file": str(tmp_path / "file")}) as workers:
         results = workers.map(calls("a", "once", "b", "always", "c"))
@@ -195,6 +197,7 @@ def test_a_function_that_does_not_exist_is_reported_at_the_start(capfd):
     assert "nowhere" in capfd.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_pool_works_in_a_thread():
     results = []
     batch = [*calls("a"), *calls("stuck", function=1), *calls("b")]
@@ -273,6 +276,7 @@ def test_a_total_is_the_weighted_sum_of_its_named_rewards():
     assert (scores.failures, scores.notes) == ({}, ())
 
 
+@pytest.mark.slow
 def test_a_timeout_scores_as_wrong_and_is_counted_and_reported():
     stuck = "\\boxed{" + "+".join(f"\\sqrt[{n}]{{x^{{{n}}}+{n}}}" for n in range(2, 60)) + "}"
     sources = [

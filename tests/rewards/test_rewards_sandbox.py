@@ -444,7 +444,7 @@ def fence(program):
     return f"<think>```python\nwrong\n```</think>\n```python\n{program}\n```"
 
 
-@pytest.mark.sample(8)
+@pytest.mark.sample(4)
 @needs_namespaces
 @pytest.mark.parametrize(
     ("program", "answer", "score", "share"),
@@ -717,6 +717,7 @@ def test_an_empty_array_is_equal_to_no_values(value, tests):
     assert code.score(fence(program), answer, partial=True, case_s=30.0, total_s=300.0) == 0.0
 
 
+@pytest.mark.sample(1)
 @needs_namespaces
 @pytest.mark.parametrize(
     ("value", "test"),
@@ -757,7 +758,7 @@ AGREEABLE = (
 )
 
 
-@pytest.mark.sample(6)
+@pytest.mark.sample(3)
 @needs_namespaces
 @pytest.mark.parametrize(
     ("program", "test"),
@@ -820,7 +821,7 @@ UNITTEST = (
 )
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @needs_namespaces
 @pytest.mark.parametrize(
     "ending",
@@ -848,7 +849,7 @@ def test_tests_that_exit_or_run_nothing_are_not_passed(ending):
 EXPECTS_E = "try:\n    f(-1)\n    assert not 'refused'\nexcept E:\n    pass\nassert f"
 
 
-@pytest.mark.sample(6)
+@pytest.mark.sample(3)
 @needs_namespaces
 @pytest.mark.parametrize(
     ("program", "test"),
@@ -897,7 +898,7 @@ def test_a_program_cannot_change_what_its_tests_mean(program, test):
     assert code.score(fence(program), test) == 0.0
 
 
-@pytest.mark.sample(8)
+@pytest.mark.sample(4)
 @needs_namespaces
 @pytest.mark.parametrize(
     ("program", "test"),
@@ -1171,7 +1172,7 @@ def test_tests_that_cannot_be_read_are_refused(answer):
     assert "tests nothing" in str(code.answer_refusal(json.dumps(answer)))
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @needs_namespaces
 @pytest.mark.parametrize("name", ["merge", "compress", "product", "count", "permutations", "gcd"])
 def test_methods_of_a_solution_may_have_the_names_of_library_functions(name):
@@ -1251,7 +1252,7 @@ open("/tmp/stolen.py", "w").write(CODE)
 '''
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(3)
 @needs_namespaces
 @pytest.mark.parametrize(
     ("encode", "test"),

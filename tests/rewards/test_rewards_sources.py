@@ -131,6 +131,7 @@ def test_an_invalid_function_is_refused_without_running_its_file(
         Scorer([Source(function=name, options=options)], 1)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     "name", ["swapped", "neutral", "ordered", "verl", "verl_later", "later", "alone", "of_trl"]
 )

@@ -459,6 +459,7 @@ HOSTILE_BOXES = [
 ]
 
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("response", HOSTILE_BOXES, ids=range(len(HOSTILE_BOXES)))
 def test_hostile_boxes_overlap_with_nothing(response):
     module, started = verifier("box_iou"), time.process_time()
@@ -945,6 +946,7 @@ def test_equivalent_answers_are_equal(answer, response):
     assert equal(answer, response)
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize(
     ("answer", "response"),
     [
@@ -1262,6 +1264,7 @@ def test_a_wrong_remainder_beside_the_right_value_never_scores(form):
         assert not equal(right, form.format(right=right, wrong=wrong)), (right, wrong)
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize(
     ("answer", "response"),
     [

@@ -126,6 +126,7 @@ def test_a_start_of_other_types_is_one_message(row: dict[str, Any], run: Path, t
             write()
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize(
     "change",
     [

@@ -271,6 +271,7 @@ def test_scales_follow_patterns_and_rank_stabilization(tmp_path: Path) -> None:
     }
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize(
     ("config", "words"),
     [

@@ -139,6 +139,7 @@ SIZES = [
 ]
 
 
+@pytest.mark.sample(13)
 @pytest.mark.parametrize("value", [10**8 * 100, 10**12, 10**400])
 @pytest.mark.parametrize(("config", "key"), SIZES)
 def test_an_absurd_size_is_refused_before_memory_is_taken(

@@ -159,6 +159,7 @@ def test_a_flipped_byte_of_a_model_is_refused_before_anything_starts(
     assert not has_started(folder)
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("verify", [True, False])
 @pytest.mark.parametrize("kind", FORMATS)
 def test_a_flipped_byte_is_not_converted(folder: Path, kind: str, verify: bool) -> None:
@@ -303,6 +304,7 @@ def without_checksums(prefix: Path) -> None:
     path.write_text(json.dumps(manifest))
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("is_foreign", [False, True])
 @pytest.mark.parametrize("token", [10**9, VOCAB_SIZE, -7])
 @pytest.mark.parametrize("tp", [1, 2])

@@ -316,7 +316,7 @@ EXPANDING = {
 }
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("kind", EXPANDING)
 def test_an_arrow_file_of_a_few_bytes_with_billions_of_values_is_refused(tmp_path: Path, kind: str):
     path = tmp_path / "x.arrow"

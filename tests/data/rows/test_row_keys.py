@@ -202,6 +202,7 @@ def test_a_mark_that_trains_a_question_is_refused():
     assert isinstance(read("sharegpt", harmless)[0], Conversation)
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize(
     ("key", "value"),
     [

@@ -50,6 +50,7 @@ def shared_rows(name: str) -> list[Any]:
 # --- preference data ---
 
 
+@pytest.mark.sample(8)
 @pytest.mark.parametrize(
     ("name", "fragments"),
     [

@@ -119,6 +119,7 @@ CASES = [
 ]
 
 
+@pytest.mark.sample(9)
 @pytest.mark.parametrize("enable_thinking", [None, True, False])
 @pytest.mark.parametrize(("name", "case"), CASES)
 def test_ids_and_answers_equal_apply_chat_template(

@@ -76,6 +76,7 @@ MINDSPEED_RL = [
 ]
 
 
+@pytest.mark.sample(12)
 @pytest.mark.parametrize("name", sorted({*MINDSPEED_LLM, *MINDSPEED_RL}))
 def test_every_name_of_mindspeed_is_packaged_or_refused_with_a_reason(name: str):
     assert (len(MINDSPEED_LLM), len(MINDSPEED_RL)) == (34, 21)

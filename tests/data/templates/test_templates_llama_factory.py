@@ -170,6 +170,7 @@ def _trained_text(hf: Any, ids: list[int], mask: list[bool]) -> str:
     return hf.decode([number for number, flag in zip(ids, mask, strict=True) if flag])
 
 
+@pytest.mark.sample(56)
 @pytest.mark.parametrize("talk", TALKS)
 @pytest.mark.parametrize("folder", ["qwen2.5-0.5b-instruct", "gpt2"])
 @pytest.mark.parametrize(("name", "peer", "changes"), PEERS, ids=[f"{a}-{b}" for a, b, _ in PEERS])

@@ -123,6 +123,7 @@ FILES: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("change", FILES.values(), ids=FILES)
 @pytest.mark.parametrize("config", CLASSES, ids=lambda config: config["tokenizer_class"])
 def test_the_components_of_the_file_count_where_transformers_reads_them(tmp_path, config, change):
@@ -141,6 +142,7 @@ def test_files_of_earlier_versions_count_where_transformers_reads_them(
     assert_equal(tmp_path)
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("model_type", ["qwen2", "qwen3", "gpt2", "granite", "llama"])
 @pytest.mark.parametrize("config", CLASSES, ids=lambda config: config["tokenizer_class"])
 def test_the_class_is_that_of_auto_tokenizer(tmp_path, config, model_type):

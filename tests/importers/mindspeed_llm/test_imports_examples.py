@@ -62,6 +62,7 @@ FOLDERS = {
 }
 
 
+@pytest.mark.sample(8)
 @pytest.mark.parametrize("folder", FOLDERS)
 def test_a_model_of_the_examples_is_imported_or_refused_with_the_reason(folder: str) -> None:
     flags, reason = FOLDERS[folder]

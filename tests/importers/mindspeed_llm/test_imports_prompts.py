@@ -121,6 +121,7 @@ def _question(text: str) -> Any:
     return Conversation((Message("user", text),))
 
 
+@pytest.mark.sample(24)
 @pytest.mark.parametrize("thinking", [None, True, False])
 @pytest.mark.parametrize("turns", [None, 0, 1, 4])
 @pytest.mark.parametrize("template", TEMPLATES)

@@ -198,6 +198,7 @@ def our_advantages(
     return step_advantages(config, groups, *(flat(batch, batch[name]) for name in names))
 
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("name", ADVANTAGES)
 def test_the_advantages_of_an_imported_file_are_those_of_the_pipeline(
     name: str, tmp_path: Path

@@ -284,6 +284,7 @@ def test_a_filter_of_ratios_is_imported_with_other_averages(
     assert_mentions(line, "averages", "--approximate")
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize(
     ("keys", "keywords"),
     [

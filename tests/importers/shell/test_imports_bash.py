@@ -208,6 +208,7 @@ def test_a_block_that_is_not_closed_is_refused(text: str, word: str) -> None:
     assert_mentions(str(caught.value), "run.sh:", word)
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize(
     "text",
     [

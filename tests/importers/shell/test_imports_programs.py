@@ -44,6 +44,7 @@ def test_every_program_that_is_left_out_is_named_with_its_line(
     assert "0123456789" not in report(translation)
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize(
     "lines",
     [

@@ -126,6 +126,7 @@ def test_batches_of_roll_follow_from_devices_and_accumulation(tmp_path: Path):
     assert tree["reward"] == {"sources": [{"verifier": "math_17k_acc", "tags": ["math"]}]}
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize(
     ("old", "new", "key", "value"),
     [
@@ -443,6 +444,7 @@ def test_the_complete_examples_of_lightrft_are_read_key_by_key(tmp_path: Path):
     }
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize(
     ("flags", "key", "value"),
     [

@@ -47,6 +47,7 @@ def test_a_file_of_another_system_is_named_in_one_message(system: str, tmp_path:
     assert_mentions(caught.value, system)
 
 
+@pytest.mark.sample(9)
 @pytest.mark.parametrize("system", SCRIPTS)
 @pytest.mark.parametrize("importer", ["mindspeed-llm", "verl", "roll"])
 def test_a_script_of_another_system_is_named(system: str, importer: str, tmp_path: Path) -> None:

@@ -242,6 +242,7 @@ REFUSED = {
 }
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("line", REFUSED)
 def test_what_msrl_does_not_have_is_refused_by_name(line: str, tmp_path: Path) -> None:
     message = errors([line], tmp_path, approximate=True)
@@ -262,6 +263,7 @@ DIFFERENT = [
 ]
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("line", DIFFERENT)
 def test_what_changes_results_needs_approximate(line: str, tmp_path: Path) -> None:
     more = ["algorithm.rollout_correction.rollout_rs_threshold=0.5_2.0"]

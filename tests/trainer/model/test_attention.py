@@ -47,6 +47,7 @@ def _plain(
     return torch.einsum("hnm,mhd->nhd", weights / total, v)
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("window", [None, 1, 4, 100])
 @pytest.mark.parametrize("softcap", [None, 1.5])
 @pytest.mark.parametrize("block", [5, 512])

@@ -171,6 +171,7 @@ GREEDY = ("greedy", "eval.sampling.temperature")
 EVERY = ("data.eval=held", "eval.every_steps=5")
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize(
     ("command", "sets", "fragments"),
     [

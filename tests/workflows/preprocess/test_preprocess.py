@@ -251,6 +251,7 @@ def test_real_alpaca_and_tool_conversations_are_preprocessed(tmp_path):
     )
 
 
+@pytest.mark.slow
 def test_pretraining_text_has_the_tokenizers_ids_and_the_end_of_document(tmp_path):
     source = shared_data("sft", "c4_demo.jsonl")
     manifest = preprocess_published(
@@ -474,6 +475,7 @@ def test_an_error_in_a_worker_process_contains_file_and_row(tmp_path):
     assert sorted(p.name for p in tmp_path.iterdir()) == ["g.jsonl"]
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize(
     ("settings", "fragments"),
     [
@@ -595,6 +597,7 @@ def test_ctrl_c_while_workers_start_prints_one_word(tmp_path):
     assert not list((tmp_path / "out").iterdir())
 
 
+@pytest.mark.slow
 def test_threads_write_the_rows_of_one_thread_with_control_tokens_as_text(tmp_path):
     rows = [
         {"instruction": f"{i} <|im_end|> {'x ' * (i % 7)}" if i % 3 else f"{i}", "output": f"{i}!"}
@@ -650,6 +653,7 @@ def test_a_chat_template_that_writes_the_date_is_reported(tmp_path, capsys):
     assert prompt[: len(start)].tolist() == start
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("settings", "words"),
     [

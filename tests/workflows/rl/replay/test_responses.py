@@ -114,6 +114,7 @@ def test_log_probabilities_may_be_added(folder: Path) -> None:
         read(folder, ROW | {"logprobs": [-1, -1]}, ROW)
 
 
+@pytest.mark.sample(10)
 @pytest.mark.parametrize(
     ("row", "expected"),
     [
