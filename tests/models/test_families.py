@@ -258,6 +258,7 @@ BAD = [
     ("cohere", {"use_qk_norm": True}, ("use_qk_norm=true",)),
     ("cohere 2", {"sliding_window": None}, ("sliding_window",)),
     ("minicpm 4", {"sparse_config": {"topk": 64}}, ("sparse_config",)),
+    ("minicpm 4", {"num_experts": 8}, ("num_experts=8",)),
     ("mimo", {"attention_bias": False}, ("attention_bias=false",)),
     ("qwen3.5", {"attn_output_gate": False}, ("attn_output_gate=false",)),
     ("qwen3.5", {"linear_num_value_heads": 3}, ("linear_num_value_heads=3", "2")),

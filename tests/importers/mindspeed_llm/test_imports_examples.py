@@ -51,7 +51,11 @@ FOLDERS = {
     "longcat": (f"{SPEC}.longcat_spec layer_spec --num-zero-experts 256", "longcat"),
     "magistral": ("--kv-channels 128 --group-query-attention --num-query-groups 8", ""),
     "minimax27": (f"{SPEC}.minimax_spec layer_spec --model-type-hf minimax_m2", ""),
-    "phi35": ("--rope-scaling-type longrope --longrope-freqs-type outer", "LongRoPE"),
+    "phi35": (
+        "--rope-scaling-type longrope --longrope-freqs-type outer --long-factor 1.1,1.2 "
+        "--short-factor 1.0,1.1",
+        "length of each sequence",
+    ),
     "plm": (f"{SPEC}.plm_spec layer_spec --squared-relu --rope-scaling-type plm", "squared ReLU"),
     "qwen25": ("--add-qkv-bias --group-query-attention --num-query-groups 8", ""),
     "qwen3": (f"{SPEC}.qwen3_spec layer_spec --qk-layernorm --kv-channels 128", ""),

@@ -57,7 +57,7 @@ def test_torchrun_sets_the_devices_of_the_training(tmp_path: Path):
     [
         (f"{TUNE} --spec mindspeed_llm.tasks.models.spec.longcat_spec layer_spec", "longcat"),
         (f"{TUNE} --lora-modules-to-save x --model-type-hf plm", "plm"),
-        ("convert_ckpt_v2.py --load-dir a --save-dir b --model-type-hf phi3.5", "phi3.5"),
+        ("convert_ckpt_v2.py --load-dir a --save-dir b --model-type-hf phi3.5-moe", "phi3.5-moe"),
         ("inference.py --load a --spec mindspeed_llm.tasks.models.spec.plm_spec layer_spec", "plm"),
         ("inference.py --load a --task chat --enable-mhc", "hyper-connections"),
         ("inference.py --load a --task chat --num-zero-experts 4", "experts without computation"),
@@ -78,6 +78,7 @@ def test_a_model_without_a_family_is_the_only_reason_of_a_refusal(line: str, wor
         "--model-type-hf qwen3-next --spec mindspeed_llm.tasks.models.spec.qwen3_next_spec x "
         "--full-attention-interval 4 --mamba-d-conv 4 --mamba-expand 1 --mamba-chunk-size 64 "
         "--no-enable-linear-qkv",
+        *(f"--model-type-hf {model}" for model in ("phi3.5", "minicpm", "minicpm3")),
     ],
 )
 def test_models_whose_checkpoints_are_read_are_imported(flags: str) -> None:

@@ -20,10 +20,6 @@ _CONVERTED = {
     "hunyuan": "HunYuanForCausalLM",
     "longcat": "LongcatFlashForCausalLM",
     "mamba2": "Mamba2ForCausalLM",
-    "minicpm": "MiniCPMForCausalLM",
-    "minicpm3": "MiniCPM3ForCausalLM",
-    "minicpm-moe": "MiniCPMForCausalLM",
-    "phi3.5": "Phi3ForCausalLM",
     "phi3.5-moe": "PhimoeForCausalLM",
     "plm": "PLMForCausalLM",
     "qwen": "QWenLMHeadModel",
@@ -34,7 +30,6 @@ _LAYERS = {
     "hunyuan_spec": "hunyuan",
     "longcat_spec": "longcat",
     "mamba_spec": "mamba2",
-    "minicpm_spec": "minicpm",
     "phi35_moe_spec": "phi3.5-moe",
     "plm_spec": "plm",
 }

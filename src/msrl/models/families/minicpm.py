@@ -17,6 +17,7 @@ ARCHITECTURES = ("MiniCPMForCausalLM",)
 def shape(config: HfConfig) -> Shape:
     config.refuse("attention_bias", False)
     config.refuse("sparse_config")
+    config.refuse("num_experts", 0)  # of MiniCPM-MoE
     decoder = decoder_shape(
         config,
         family="minicpm",
