@@ -147,7 +147,7 @@ MODELS["delta networks"] = {
     "linear_key_head_dim": 64,
     "linear_value_head_dim": 64,
     "layer_types": ["linear_attention"] * 3 + ["full_attention"],
-    "rope_parameters": {"rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25},
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.25},
     "tie_word_embeddings": True,
     "max_position_embeddings": 4096,
 }

@@ -231,7 +231,8 @@ def test_a_difficulty_that_is_not_a_number_is_reported_before_the_run_starts(
 
 
 def test_a_difficulty_is_the_number_of_its_column():
-    assert difficulty(Prompt(0, np.array([1]), extra={"difficulty": "0.25"})) == 0.25
+    prompt = Prompt(0, np.array([1]), extra={"difficulty": "0.25"})
+    assert difficulty(prompt, "algo.sample_weight.difficulty") == 0.25
 
 
 def test_only_the_tokens_with_the_highest_entropy_of_an_update_are_selected(folder: Path):
