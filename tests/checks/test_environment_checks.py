@@ -198,6 +198,7 @@ def _row(environment: str) -> Prompt:
     return Prompt(2, np.array([1]), "", {"environment": environment})
 
 
+@pytest.mark.slow
 def test_each_environment_of_a_mixture_is_opened_with_a_row_that_may_run_it(tmp_path: Path) -> None:
     make_tokenizer().save_pretrained(tmp_path)
     asks = {"prompt_column": "question"}

@@ -43,6 +43,7 @@ def test_the_ports_of_a_range_do_not_overlap():
     assert (ports.engine, ports.rendezvous) == (20068, range(20084, 20100))
 
 
+@pytest.mark.slow
 def test_ray_knows_the_options_of_all_ports():
     from ray.scripts.scripts import start
 

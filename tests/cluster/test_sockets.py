@@ -43,6 +43,7 @@ def test_a_command_that_listens_beyond_loopback_fails(
         command.kill()
 
 
+@pytest.mark.slow
 def test_a_server_of_pages_listens_on_loopback(tmp_path: Path):
     run = make_run(tmp_path / "run")
     command = Command("view", str(run), "--serve", log=tmp_path / "log")

@@ -254,6 +254,7 @@ def test_the_estimate_matches_live_tensors_and_resident_memory_of_three_models(
         assert result.resident == pytest.approx(expected, rel=0.3), result.name
 
 
+@pytest.mark.slow
 def test_a_mixture_always_uses_sequence_parallelism(folders):
     cases = [
         Case("mixture", folders["mixture"], LENGTHS, Layout(tp=2, sp=is_set))

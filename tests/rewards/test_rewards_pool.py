@@ -223,7 +223,7 @@ def test_workers_end_with_a_parent_that_was_killed():
     wait_until(lambda: not running(int(done.stdout)))
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     "boxed",
     [

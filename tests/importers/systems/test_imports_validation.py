@@ -107,6 +107,7 @@ def test_a_conversion_of_a_reward_model_asks_for_one() -> None:
     assert_mentions(report(translation), "orm=true: convert.orm: true")
 
 
+@pytest.mark.slow
 def test_the_benchmark_counts_a_folder_by_outcome(tmp_path: Path) -> None:
     (tmp_path / "tune.sh").write_text(f"torchrun --nnodes 1 {TUNE}")
     (tmp_path / "wsd.sh").write_text(f"torchrun --nnodes 1 {TUNE} --split 90,5,5")

@@ -280,6 +280,7 @@ def test_in_a_terminal_ctrl_c_stops_a_response_and_then_leaves(tmp_path):
     assert terminal.exit_code() == 130
 
 
+@pytest.mark.slow
 def test_in_a_terminal_ctrl_d_ends_the_input():
     terminal = Terminal(
         [], "from msrl.workflows.serve.chat import read_lines; print(list(read_lines()))"
