@@ -10,12 +10,10 @@ from benchmarks.simulation import (
     LENGTHS,
     MODES,
     Cluster,
-    Lengths,
-    Mode,
-    SimulatedEngine,
-    Simulation,
-    Workload,
+    simulate,
 )
+
+from msrl.layouts.simulation import Lengths, Mode, SimulatedEngine, Workload
 
 FIXED = Lengths("fixed", median=100, sigma=0.0, limit=1_000, source="")
 TAIL = Lengths("tail", median=200, sigma=1.0, limit=8_000, source="")
@@ -61,7 +59,7 @@ def test_a_full_engine_queues_sequences() -> None:
 def test_a_synchronous_step_takes_generation_reward_update_and_transfer() -> None:
     cluster = Cluster(num_devices=1, transfer_s=0.5)
     job = Workload(FIXED, prompts=1, samples=1, reward_s=2.0, num_steps=6, num_warmup_steps=2)
-    result = Simulation(cluster, job, Mode("synchronous", 0), 1).run()
+    result = simulate(cluster, job, Mode("synchronous", 0), 1)
     generation = 100 * cluster.token_s(1, context=50.0)
     step_s = generation + 2.0 + cluster.update_s(100, 1) + 0.5
     assert result.tokens_per_s == pytest.approx(100 / step_s)
@@ -71,7 +69,7 @@ def test_a_synchronous_step_takes_generation_reward_update_and_transfer() -> Non
 
 @pytest.mark.parametrize("mode", MODES, ids=[mode.name for mode in MODES])
 def test_no_mode_exceeds_its_staleness_bound(mode: Mode) -> None:
-    result = Simulation(CLUSTER, work(TAIL), mode, 2 if mode.is_separate else 4).run()
+    result = simulate(CLUSTER, work(TAIL), mode, 2 if mode.is_separate else 4)
     assert result.max_staleness <= mode.staleness
     fractions = (result.trainer_idle, result.engine_idle, result.device_idle)
     assert all(0 <= fraction <= 1 for fraction in fractions)
@@ -80,13 +78,13 @@ def test_no_mode_exceeds_its_staleness_bound(mode: Mode) -> None:
 def test_staleness_hides_slow_rewards() -> None:
     job = work(FIXED, reward_s=20.0)
     modes = {mode.name: mode for mode in MODES}
-    synchronous = Simulation(CLUSTER, job, modes["synchronous"], 4).run()
-    stale = Simulation(CLUSTER, job, modes["S = 4"], 2).run()
+    synchronous = simulate(CLUSTER, job, modes["synchronous"], 4)
+    stale = simulate(CLUSTER, job, modes["S = 4"], 2)
     assert stale.tokens_per_s > 2 * synchronous.tokens_per_s
 
 
 def test_a_simulation_is_reproducible_and_all_modes_have_the_same_lengths() -> None:
-    first, second = (Simulation(CLUSTER, work(TAIL), MODES[3], 2).run() for _ in range(2))
+    first, second = (simulate(CLUSTER, work(TAIL), MODES[3], 2) for _ in range(2))
     assert first == second
     assert TAIL.draw(7, 4) == TAIL.draw(7, 4) != TAIL.draw(8, 4)
 
