@@ -9,7 +9,7 @@ import pytest
 from mixture_families import QWEN3_MOE
 from msrl.config.sections.train import ParallelConfig, RecomputeConfig, TrainConfig
 from msrl.layouts.cost import CostModel, Job, Lengths
-from msrl.layouts.profile import Profile
+from msrl.layouts.profile import Profile, Speeds
 from msrl.memory.flops import training_flops
 from test_models import QWEN2, shape
 
@@ -24,6 +24,7 @@ def profile(**changes: float) -> Profile:
         "host_bytes_per_s": 1e30,
         "kernel_s": 1e-30,
         "collective_s": 1e-30,
+        "engine_step_s": 1e-30,
         **changes,
     }
     shares = ("products", "experts", "attention", "memory", "links", "network")
@@ -44,7 +45,7 @@ def job(device: Profile, config: dict = QWEN2, ranks: int = 1, rows: int = 8, **
     length = Lengths(row=16, sequence=16, trained_share=1.0, note="")
     values = {"shape": model, "profile": device, "lengths": length, "dtype": "bfloat16"}
     values |= {"logits_bytes": 2, "world_size": ranks, "devices_per_node": 4, "rows": rows}
-    return Job(**{**values, "overlaps": False, **changes})
+    return Job(**{**values, "overlaps": False, "is_queued": True, **changes})
 
 
 def train(micro_batch: int = 1, recompute: str = "none", **sizes) -> TrainConfig:
@@ -147,3 +148,36 @@ def test_tokens_travel_to_experts_of_other_ranks_and_back():
     layers = sum(work.shape.mixture_layers)
     # Half of them are of the other rank; there and back, forward and backward; 4 micro-batches.
     assert parts["EP communication"] == pytest.approx(4 * layers * 4 * routed / 2 / 1e6)
+
+
+def test_speeds_of_a_measured_profile_depend_on_sizes():
+    device = profile()
+    speeds = Speeds(
+        products={"bfloat16": ((16.0, 1.0, 1e6), (32.0, 1.0, 2e6))},
+        attention=((16.0, 1e9),),
+        gather=((2.0, 1.0, 1e3),),
+    )
+    measured = device.model_copy(update={"speeds": speeds})
+    single, double = (
+        CostModel(job(measured)).update(train(size)).parts["matrix products"] for size in (1, 2)
+    )
+    assert single == pytest.approx(2 * double)  # twice the tokens at twice the speed
+    parts = [CostModel(job(own, ranks=2)).update(train(tp=2)).parts for own in (device, measured)]
+    assert parts[1]["TP communication"] > 1 > parts[0]["TP communication"]
+
+
+def test_a_host_that_computes_itself_adds_the_time_of_its_calls():
+    device = profile(kernel_s=1e-3)
+    queued, alone = (
+        CostModel(job(device, is_queued=flag)).update(train()) for flag in (True, False)
+    )
+    layers = job(device).shape.num_layers
+    assert alone.parts["host"] == pytest.approx(8 * layers * 2.5 * 40 * 1e-3)
+    assert alone.parts["host"] > queued.parts["host"]
+
+
+def test_seconds_of_passes_and_updates_are_added_once_each():
+    device = profile()
+    fixed = {"pass_s": {"value": 3.0, "source": "x"}, "update_s": {"value": 5.0, "source": "x"}}
+    device = Profile.model_validate({**device.model_dump(exclude_none=True), **fixed})
+    assert CostModel(job(device)).update(train(2)).parts["host"] == pytest.approx(4 * 3 + 5)

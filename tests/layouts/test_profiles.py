@@ -39,7 +39,7 @@ def test_packaged_profiles_are_not_measured_and_agree_with_the_peaks_of_the_plat
         ({"memory_bytes": {"value": -1.0, "source": "x"}}, "memory_bytes.value"),
         ({"memory_bytes": 64e9}, "memory_bytes"),
         ({"speed": 1}, "speed"),
-        ({"platform": "cpu"}, "platform"),
+        ({"platform": "auto"}, "platform"),
     ],
 )
 def test_a_profile_with_a_wrong_or_unknown_key_is_refused(change: dict, key: str, tmp_path: Path):

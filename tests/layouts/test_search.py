@@ -148,7 +148,7 @@ def test_a_training_that_does_not_fit_is_told_what_would_make_it_possible(
         (("--devices", "3", "--keep", "train.parallel.pp"), ("train.global_batch=16", "multiple")),
         (("--devices", "2", "--set", "cluster.platform=npu"), ("cluster.platform=npu", "cuda")),
         (("--devices", "2", "--set", "data.seq_length=null"), ("data.seq_length", "--tokens")),
-        (("--devices", "2", "--set", "rollout.prompts_per_step=8"), ("train-grpo", "train-sft")),
+        (("--devices", "2", "--set", "algo.preference.loss=ipo"), ("train-dpo", "train-sft")),
     ],
 )
 def test_a_request_without_an_answer_is_refused(

@@ -15,6 +15,7 @@ from msrl.limits import printable
 EXAMPLES = examples(
     "msrl plan -c sft.yaml --devices 4x8 --profile ascend-a2",
     "msrl plan -c sft.yaml --profile h100 --write layout.yaml",
+    "msrl plan -c grpo.yaml --devices 2x8 --profile h200 --responses runs/grpo",
 )
 
 
@@ -42,8 +43,17 @@ Tokens = Annotated[
         "--tokens",
         metavar="N",
         min=1,
-        help="Mean length of an example in tokens. Default: that of preprocessed data, or else "
-        "data.seq_length.",
+        help="Mean length of an example, or of a prompt in train-grpo, in tokens. Default: that "
+        "of preprocessed data, or else data.seq_length or half of rollout.max_prompt_tokens.",
+    ),
+]
+Responses = Annotated[
+    str | None,
+    option(
+        "--responses",
+        metavar="N|FILE|RUN",
+        help="Lengths of responses in tokens: their mean, a file with one length per line, or the "
+        "folder of a run. Default: an assumption, which the output says.",
     ),
 ]
 Keep = Annotated[
@@ -73,11 +83,12 @@ def plan(
     profile: Profile,
     devices: DeviceCount = None,
     tokens: Tokens = None,
+    responses: Responses = None,
     keep: Keep = None,
     number: Number = 5,
     write: Write = None,
 ) -> None:
-    """Predict the fastest parallel layouts of a train-sft run that fit the memory of devices.
+    """Predict the fastest layouts of a train-sft or train-grpo run that fit some devices.
 
     Nothing is started, and no device is needed.
     """
@@ -94,7 +105,12 @@ def plan(
         raise MsrlError(f"--write={write}: exists already. Name another file.")
     resolved = resolve(ctx)
     request = Request(
-        parse_devices(devices, resolved), read_profile(profile), tuple(keep or ()), number, tokens
+        parse_devices(devices, resolved),
+        read_profile(profile),
+        tuple(keep or ()),
+        number,
+        tokens,
+        responses,
     )
     choice = choose(resolved, request)
     typer.echo(printable("\n".join(lines(choice))))
@@ -102,4 +118,4 @@ def plan(
         write_text(Path(write), yaml.safe_dump(changed_keys(choice), sort_keys=False))
         files: list[str] = [*(ctx.params.get("config") or []), write]
         named = shlex.join(word for file in files for word in ("-c", file))
-        typer.echo(printable(f"next: msrl train-sft {named} --dry-run"))
+        typer.echo(printable(f"next: msrl {choice.command} {named} --dry-run"))

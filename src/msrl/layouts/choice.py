@@ -10,15 +10,18 @@ from msrl.config.loader import Resolved
 from msrl.config.sections.train import LoraConfig, TrainConfig
 from msrl.errors import ManyErrors, MsrlError
 from msrl.layouts.cost import Job, Lengths
+from msrl.layouts.grpo import GrpoRequest, own_placement, placements
 from msrl.layouts.profile import Profile
-from msrl.layouts.search import KEYS, Devices, Layout, Search
+from msrl.layouts.responses import read_responses
+from msrl.layouts.rollouts import Listed
+from msrl.layouts.search import KEYS, USABLE_MEMORY, Devices, Layout, Search
 from msrl.memory.estimate import bytes_text
 from msrl.memory.states import logits_bytes
 from msrl.plan.run_plan import RunPlan, resolve
 from msrl.platforms import get
 from msrl.tracking.tables import table_lines
 
-_COMMAND = "train-sft"
+_COMMANDS = ("train-sft", "train-grpo")
 _MORE_DEVICES = (2, 4, 8, 16)
 _CAUSES = {
     "other operations": "norms, activations and logits move memory",
@@ -31,26 +34,39 @@ _CAUSES = {
     "pipeline bubbles": "stages wait for the first and last of few micro-batches",
     "DP communication": "copies exchange gradients and weights once per update",
     "optimizer": "the optimizer reads and writes its states",
+    "log-probabilities": "passes without gradients precede the updates",
+    "generation": "the ranks wait for the longest responses of the step",
+    "weight transfer": "engines wait for new weights",
+    "idle": "engines and ranks wait for each other",
 }
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """Request of a user. `tokens` is the mean length of an example, if it is set."""
+    """Request of a user.
+
+    `tokens` is the mean length of an example, or of a prompt in train-grpo, if it is set.
+    `responses` names the lengths of responses (`responses.py`).
+    """
 
     devices: Devices
     profile: Profile
     kept: tuple[str, ...] = ()
     number: int = 5
     tokens: int | None = None
+    responses: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """The fastest layouts of a request, and that of the configuration if it is possible."""
+    """The fastest layouts of a request, and that of the configuration if it is possible.
+
+    `lengths` says what lengths were used.
+    """
 
     request: Request
-    lengths: Lengths
+    command: str
+    lengths: str
     layouts: Sequence[Layout]
     own: Layout | None
     limit: float  # bytes of a device
@@ -87,26 +103,95 @@ def choose(resolved: Resolved, request: Request) -> Choice:
         ManyErrors: The checks allow no layout.
     """
     command = guess(resolved)
-    if command != _COMMAND:
+    if command not in _COMMANDS:
         raise MsrlError(
-            f"msrl plan: this configuration is for {command or 'no training'}; only {_COMMAND} is "
-            "planned so far."
+            f"msrl plan: this configuration is for {command or 'no training'}; only "
+            f"{' and '.join(_COMMANDS)} are planned."
         )
+    return choose_for(resolved, resolve(resolved.config, command), request)
+
+
+def choose_for(resolved: Resolved, plan: RunPlan, request: Request) -> Choice:
+    """Return the fastest layouts of a training whose plan is known. Raises as `choose`."""
     for key in request.kept:
         if key not in KEYS:
             raise MsrlError(
                 f"--keep={key}: not a key that is chosen. Choose from {', '.join(KEYS)}"
             )
-    plan = resolve(resolved.config, command)
+    _check_profile(resolved, request)
+    found = _find(resolved, plan, request)
+    if not found.layouts:
+        _refuse(resolved, plan, request, found.errors)
+    limit = USABLE_MEMORY * request.profile.memory_bytes.value
+    return Choice(request, plan.command, found.lengths, found.layouts, found.own, limit)
+
+
+@dataclass(frozen=True, slots=True)
+class _Found:
+    """Layouts of a search, or the errors of the checks that allowed none."""
+
+    lengths: str
+    layouts: Sequence[Layout]
+    own: Layout | None = None
+    errors: Sequence[str] = ()
+
+
+def _find(resolved: Resolved, plan: RunPlan, request: Request) -> _Found:
+    return (_find_grpo if plan.has_engines else _find_sft)(resolved, plan, request)
+
+
+def _find_sft(resolved: Resolved, plan: RunPlan, request: Request) -> _Found:
     lengths = _lengths(plan, request.tokens)
     search = _search(resolved, plan, request, lengths)
     layouts = search.best(request.number)
-    if not layouts:
-        _refuse(resolved, plan, request, lengths, search)
-    return Choice(request, lengths, layouts, search.own(), search.limit)
+    text = (
+        f"{lengths.row:,.0f} tokens per row, {lengths.sequence:,.0f} per sequence, {lengths.note}"
+    )
+    return _Found(text, layouts, search.own() if layouts else None, search.errors)
 
 
-def _search(resolved: Resolved, plan: RunPlan, request: Request, lengths: Lengths) -> Search:
+def _find_grpo(resolved: Resolved, plan: RunPlan, request: Request) -> _Found:
+    prompt, note = _prompt_tokens(plan, request.tokens)
+    limit = plan.rollout.max_response_tokens
+    responses = read_responses(request.responses, limit, plan.samples_per_step)
+    grpo = GrpoRequest(request.devices, request.profile, frozenset(request.kept), prompt, responses)
+    layouts, errors = list[Layout](), list[str]()
+    for searches in placements(resolved, plan, grpo):
+        for search in searches:  # those with the fastest engines first
+            own = search.best(request.number)
+            layouts += own
+            if own:
+                break
+            errors = search.search.errors or errors
+    layouts.sort(key=lambda layout: layout.update.seconds)
+    own = own_placement(resolved, plan, grpo)
+    layout = own and own.search.own()
+    return _Found(
+        f"prompts {prompt:,.0f} tokens, {note}; responses {_response_text(responses)}",
+        layouts[: request.number],
+        own.timed(layout) if own and layout else None,
+        errors,
+    )
+
+
+def _response_text(responses: Listed) -> str:
+    longest = max(responses.lengths)
+    return f"{responses.mean:,.0f} on average and up to {longest:,}, {responses.name}"
+
+
+def _prompt_tokens(plan: RunPlan, tokens: int | None) -> tuple[float, str]:
+    """Return the mean length of prompts, and where it is from."""
+    name = plan.data.train
+    manifest = None if name is None else plan.datasets[name].manifest
+    if tokens is not None:
+        return float(tokens), "of --tokens"
+    if manifest is not None and manifest.num_tokens:
+        return manifest.num_tokens / manifest.num_rows, f"of {name}"
+    return plan.rollout.max_prompt_tokens / 2, "assumed: half of rollout.max_prompt_tokens"
+
+
+def _check_profile(resolved: Resolved, request: Request) -> None:
+    """Raise MsrlError if the profile cannot describe the devices of the request."""
     platform = resolved.config.cluster.platform
     if platform not in ("auto", request.profile.platform):
         raise MsrlError(
@@ -114,6 +199,15 @@ def _search(resolved: Resolved, plan: RunPlan, request: Request, lengths: Length
                 "cluster.platform", f"the profile is of {request.profile.platform} devices"
             )
         )
+    if request.devices.nodes > 1 and request.profile.network_bytes_per_s is None:
+        raise MsrlError(
+            f"--devices={request.devices}: the profile {request.profile.title} has no "
+            "network_bytes_per_s. Add it to the profile, since one machine cannot measure it."
+        )
+
+
+def _search(resolved: Resolved, plan: RunPlan, request: Request, lengths: Lengths) -> Search:
+    device = get(request.profile.platform)
     job = Job(
         shape=plan.shape,
         profile=request.profile,
@@ -123,7 +217,8 @@ def _search(resolved: Resolved, plan: RunPlan, request: Request, lengths: Length
         world_size=request.devices.total,
         devices_per_node=request.devices.per_node,
         rows=plan.train.global_batch,
-        overlaps=get(request.profile.platform).overlap_communication,
+        overlaps=device.overlap_communication,
+        is_queued=not device.shares_main_memory,
     )
     return Search(resolved, plan, job, request.devices, frozenset(request.kept))
 
@@ -152,38 +247,40 @@ def _lengths(plan: RunPlan, tokens: int | None) -> Lengths:
     return Lengths(limit, limit, 1.0, "assumed: every row is one sequence of data.seq_length")
 
 
-def _refuse(
-    resolved: Resolved, plan: RunPlan, request: Request, lengths: Lengths, search: Search
-) -> None:
+def _refuse(resolved: Resolved, plan: RunPlan, request: Request, errors: Sequence[str]) -> None:
     """Raise the reason why there is no layout, and what would make one possible."""
-    if search.errors:
-        raise ManyErrors(
-            [f"no layout of {request.devices} devices passes the checks", *search.errors]
-        )
+    if errors:
+        raise ManyErrors([f"no layout of {request.devices} devices passes the checks", *errors])
     memory = f"{request.profile.memory_bytes.value / 1e9:g} GB"
+    usable = bytes_text(int(USABLE_MEMORY * request.profile.memory_bytes.value))
     raise MsrlError(
-        f"memory: no layout fits {request.devices} devices of {memory}, of which "
-        f"{bytes_text(int(search.limit))} may be used. "
-        f"{_remedies(resolved, plan, request, lengths)}"
+        f"memory: no layout fits {request.devices} devices of {memory}, of which {usable} may be "
+        f"used. {_remedies(resolved, plan, request)}"
     )
 
 
-def _remedies(resolved: Resolved, plan: RunPlan, request: Request, lengths: Lengths) -> str:
+def _remedies(resolved: Resolved, plan: RunPlan, request: Request) -> str:
     """Return the changes that make a layout possible, each of which was searched for."""
 
     def fits(changed: Resolved, other: Request) -> bool:
-        own = resolve(changed.config, _COMMAND)
-        return bool(_search(changed, own, other, lengths).best(1))
+        own = resolve(changed.config, plan.command)
+        return bool(_find(changed, own, replace(other, number=1)).layouts)
+
+    def with_train(**changes: object) -> Resolved:
+        train = plan.train.model_copy(update=changes)
+        return replace(resolved, config=resolved.config.model_copy(update={"train": train}))
 
     remedies: list[str] = []
     if request.kept and fits(resolved, replace(request, kept=())):
-        remedies.append("no --keep")
+        remedies.append(f"other values of {', '.join(request.kept)}")
     train = plan.train
     if train.lora.rank is None and not train.freeze:
-        adapted = train.model_copy(update={"lora": LoraConfig(rank=16)})
-        config = resolved.config.model_copy(update={"train": adapted})
-        if fits(replace(resolved, config=config), request):
+        if fits(with_train(lora=LoraConfig(rank=16)), request):
             remedies.append("LoRA (train.lora.rank=16)")
+        if not train.offload.optimizer:
+            offload = train.offload.model_copy(update={"optimizer": True})
+            if fits(with_train(offload=offload), request):
+                remedies.append("train.offload.optimizer=true")
     for factor in _MORE_DEVICES:
         devices = Devices(request.devices.nodes * factor, request.devices.per_node)
         if fits(resolved, replace(request, devices=devices)):
@@ -201,13 +298,11 @@ def lines(choice: Choice) -> Iterator[str]:
     """Yield the lines of the table."""
     request, profile = choice.request, choice.request.profile
     origin = "measured" if profile.is_measured else "published figures, not measured"
-    lengths = choice.lengths
     yield f"devices: {request.devices} of {profile.title} ({origin})"
-    yield (
-        f"lengths: {lengths.row:,.0f} tokens per row, {lengths.sequence:,.0f} per sequence, "
-        f"{lengths.note}"
-    )
+    yield f"lengths: {choice.lengths}"
     yield f"memory: at most {bytes_text(int(choice.limit))} of a device"
+    if choice.command != "train-sft":
+        yield "not counted: rewards, environments, critics, filters"
     yield "predicted, not run: compare the layouts, and measure the first ones"
     yield ""
     layouts = [*choice.layouts]
@@ -216,23 +311,29 @@ def lines(choice: Choice) -> Iterator[str]:
     names = [str(number + 1) for number in range(len(choice.layouts))]
     names += ["file"] * (len(layouts) - len(names))
     rows = [_row(name, layout, choice) for name, layout in zip(names, layouts, strict=True)]
-    head = ("", "layout", "micro-batch", "recompute", "memory", "s/step", "tokens/s/device")
-    yield from table_lines([head, *rows])
+    engines = () if layouts[0].engines is None else ("ranks", "engines", "engines idle")
+    times = ("memory", "s/step", "tokens/s/device")
+    yield from table_lines([("", "layout", "micro-batch", "recompute", *engines, *times), *rows])
     yield ""
     if choice.own is None:
         yield "The layout of the configuration is not legal on these devices, or does not fit."
         yield ""
     yield "seconds per step"
-    parts = [name for name in layouts[0].update.parts if any(x.update.parts[name] for x in layouts)]
+    parts = [name for name in layouts[0].update.parts if any(_matters(name, x) for x in layouts)]
     yield from table_lines(
         [
             ("", *names),
-            *((part, *(f"{x.update.parts[part]:.2f}" for x in layouts)) for part in parts),
+            *((part, *(f"{x.update.parts[part]:.3g}" for x in layouts)) for part in parts),
         ]
     )
     yield ""
     for name, layout in zip(names, layouts, strict=True):
         yield f"{name}: {_reason(layout, choice.limit)}"
+
+
+def _matters(part: str, layout: Layout) -> bool:
+    """Return True for a part of at least a thousandth of the step."""
+    return layout.update.parts[part] >= 1e-3 * layout.update.seconds
 
 
 def layout_text(train: TrainConfig) -> str:
@@ -252,16 +353,21 @@ def _row(name: str, layout: Layout, choice: Choice) -> tuple[str, ...]:
     rate = update.tokens / update.seconds / choice.request.devices.total
     limit = train.max_tokens_per_micro_batch
     micro_batch = f"{train.micro_batch}" if limit is None else f"{limit} tokens"
+    engines = (
+        ()
+        if layout.engines is None
+        else (str(layout.devices), str(layout.engines), f"{layout.engine_idle:.0%}")
+    )
     return (
-        *(name, layout_text(train), micro_batch, train.recompute.granularity),
-        *(bytes_text(layout.memory.peak), f"{update.seconds:.2f}", f"{rate:,.0f}"),
+        *(name, layout_text(train), micro_batch, train.recompute.granularity, *engines),
+        *(bytes_text(layout.memory.peak), f"{update.seconds:.4g}", f"{rate:,.0f}"),
     )
 
 
 def _reason(layout: Layout, limit: float) -> str:
     """Return a sentence on what costs the most time besides products and attention."""
     update = layout.update
-    costs = {name: update.parts[name] for name in _CAUSES}
+    costs = {name: update.parts.get(name, 0.0) for name in _CAUSES}
     name = max(costs, key=costs.__getitem__)
     share = costs[name] / update.seconds
     text = f"{name}: {share:.0%} of the step, because {_CAUSES[name]}."
@@ -272,13 +378,16 @@ def _reason(layout: Layout, limit: float) -> str:
 
 def changed_keys(choice: Choice) -> dict[str, object]:
     """Return the sections of a configuration with the keys of the fastest layout."""
-    train, devices = choice.layouts[0].train, choice.request.devices
-    parallel = train.parallel.model_dump(mode="json")
-    changed: dict[str, object] = {"parallel": parallel}
+    layout = choice.layouts[0]
+    train, devices = layout.train, layout.devices or choice.request.devices
+    changed: dict[str, object] = {"parallel": train.parallel.model_dump(mode="json")}
     changed["recompute"] = train.recompute.model_dump(mode="json")
     if train.max_tokens_per_micro_batch is None:
         changed["micro_batch"] = train.micro_batch
-    return {
-        "cluster": {"nodes": devices.nodes, "devices_per_node": devices.per_node},
-        "train": changed,
-    }
+    cluster: dict[str, object] = {"nodes": devices.nodes, "devices_per_node": devices.per_node}
+    sections: dict[str, object] = {"cluster": cluster, "train": changed}
+    if layout.engines is not None:
+        separate = layout.engines.devices if layout.engines.is_separate else None
+        cluster["roles"] = {"rollout": {"devices": separate}}
+        sections["rollout"] = {"engine": {"tp": layout.engines.tp}}
+    return sections

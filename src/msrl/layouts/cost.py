@@ -4,7 +4,9 @@
 - Causal attention takes its FLOPs at the peak that its kernels reach; 2.5 times as long backward,
   since the kernels compute scores again (arXiv:2307.08691, section 3.1).
 - All other operations move the bytes that layers save: 2 times forward and 3 times backward.
-- A pass of a layer takes at least the time in which the host starts its kernels.
+- A pass of a layer takes at least the time in which the host starts its kernels, or takes it in
+  addition where the host computes itself.
+- With a measured profile, speeds of products, attention and collectives depend on their sizes.
 - A collective takes the bytes that a rank receives over the bandwidth of its links or of the
   network, whichever takes longer. Ranks are ordered as Megatron orders them: tensor, context and
   data parallel ranks, then pipeline stages; or ranks of an expert, expert parallel ranks, copies.
@@ -27,7 +29,7 @@ from operator import add
 from typing import NamedTuple
 
 from msrl.config.sections.train import TrainConfig
-from msrl.layouts.profile import Profile
+from msrl.layouts.profile import Profile, Rows, interpolate, interpolate_rows
 from msrl.memory.activations import LayerBytes, Pass, Spread, layer_bytes, saved_bytes
 from msrl.memory.communication import sent_bytes
 from msrl.memory.estimate import gradient_bytes, passes_in_flight
@@ -38,8 +40,8 @@ from msrl.plan.derived import layout_from
 
 _FP32_BYTES = 4
 # Kernels of a pass of a layer (`trainer/model`): norms, rotary embedding, products, experts.
-_KERNELS, _MIXTURE_KERNELS = 40, 100
-_BACKWARD_KERNELS = 1.5
+KERNELS, _MIXTURE_KERNELS = 40, 100
+BACKWARD_KERNELS = 1.5
 _MOVED_FORWARD, _MOVED_BACKWARD = 2, 3  # times the saved bytes
 _ATTENTION_BACKWARD = 2.5
 _BYTES_PER_LOGIT = 12  # written once, and read and written in float32 by the softmax
@@ -146,6 +148,8 @@ class Job:
     devices_per_node: int
     rows: int  # of an update
     overlaps: bool  # whether the reduction of gradients overlaps with the backward pass
+    is_queued: bool  # whether the host starts kernels while the device computes
+    num_frozen: int = 0  # models of the same shape that are not trained, on the same ranks
 
     @property
     def element_bytes(self) -> int:
@@ -156,14 +160,15 @@ class CostModel:
     """Predictions for the layouts of a job. Times of layers are computed once per size."""
 
     def __init__(self, job: Job) -> None:
-        self._job, profile = job, job.profile
+        self._job, profile, self._speeds = job, job.profile, job.profile.speeds
         share, peak = profile.efficiency, profile.flops(job.dtype)
         self._products = peak * share.products.value
         self._experts = peak * share.experts.value
         self._attention = peak * share.attention.value
         self._memory = profile.memory_bytes_per_s.value * share.memory.value
         self._links = profile.link_bytes_per_s.value * share.links.value
-        self._network = profile.network_bytes_per_s.value * share.network.value
+        network = profile.network_bytes_per_s or profile.link_bytes_per_s
+        self._network = network.value * share.network.value
         # AdamW's moments, and master weights of bfloat16 ones (`memory/states.py`).
         self._state_bytes = 12 if job.dtype == "bfloat16" else 8
         linked = profile.linked_devices
@@ -181,10 +186,20 @@ class CostModel:
         """Return the number of ranks of a group that have fast links to each other."""
         return min(group.size, max(self._num_linked // group.stride, 1))
 
+    def _measured(self, rows: Rows | None, group: Group, size: float) -> float | None:
+        """Return the measured seconds of a collective of linked ranks; None without them."""
+        if rows is None or self._near(group) < group.size:
+            return None
+        seconds = size / interpolate_rows(rows, group.size, size)
+        return max(seconds, self._job.profile.collective_s.value)
+
     def _gather(self, group: Group, size: float) -> float:
         """Return the seconds of an all-gather or reduce-scatter of `size` bytes in total."""
         if group.size == 1 or not size:
             return 0.0
+        measured = self._measured(self._speeds and self._speeds.gather, group, size)
+        if measured is not None:
+            return measured
         near = self._near(group)
         num_islands = group.size / near
         inside = size * (near - 1) / near / self._links
@@ -195,6 +210,9 @@ class CostModel:
         """Return the seconds of an all-to-all in which every rank has `size` bytes."""
         if group.size == 1 or not size:
             return 0.0
+        measured = self._measured(self._speeds and self._speeds.exchange, group, size)
+        if measured is not None:
+            return measured
         near = self._near(group)
         inside = size * (near - 1) / group.size / self._links
         across = size * (group.size - near) / group.size / self._network
@@ -204,6 +222,9 @@ class CostModel:
         """Return the seconds in which every rank sends `size` bytes to the next one."""
         if group.size == 1 or not size:
             return 0.0
+        measured = self._measured(self._speeds and self._speeds.send, group, size)
+        if measured is not None:
+            return measured
         is_near = group.size * group.stride <= self._num_linked
         bandwidth = self._links if is_near else self._network
         return self._job.profile.collective_s.value + size / bandwidth
@@ -229,9 +250,11 @@ class CostModel:
         other = _MOVED_BACKWARD * saved.total / self._memory
         backward = mixer_back.plus(block_back).plus(Times(other=other))
         is_mixture = isinstance(layer.feed_forward, Moe)
-        start = (_MIXTURE_KERNELS if is_mixture else _KERNELS) * self._job.profile.kernel_s.value
-        waiting = max(start - sum(forward[0]) - sum(forward[1]), 0.0)
-        waiting_back = max(_BACKWARD_KERNELS * start - sum(backward), 0.0)
+        start = (_MIXTURE_KERNELS if is_mixture else KERNELS) * self._job.profile.kernel_s.value
+        waiting, waiting_back = start, BACKWARD_KERNELS * start
+        if self._job.is_queued:
+            waiting = max(waiting - sum(forward[0]) - sum(forward[1]), 0.0)
+            waiting_back = max(waiting_back - sum(backward), 0.0)
         return LayerTimes(
             forward[0],
             forward[1].plus(Times(host=waiting)),
@@ -239,8 +262,18 @@ class CostModel:
             saved,
         )
 
-    def _product(self, tokens: float, weights: float, held: float, rate: float) -> float:
-        """Return the seconds of products of `tokens` with `weights` elements of `held` ones."""
+    def _product(
+        self, tokens: float, weights: float, held: float, rate: float, matrices: float = 2
+    ) -> float:
+        """Return the seconds of products of `tokens` with `weights` elements of `held` ones.
+
+        Measured speeds are those of square matrices with as many elements as one of `matrices`.
+        """
+        speeds = self._speeds and self._speeds.products_of(self._job.dtype)
+        if speeds is not None:
+            width = math.sqrt(held / matrices)
+            rate = interpolate_rows(speeds, tokens * weights / held, width)
+            return 2 * tokens * weights / rate
         return 2 * tokens * weights / rate + held * self._job.element_bytes / self._memory
 
     def _weight_gradient(self, held: float) -> float:
@@ -254,7 +287,10 @@ class CostModel:
         weights = layer_weights(job.shape, layer).mixer / spread.tp
         products = self._product(tokens, weights, weights, self._products)
         flops = attention_flops(layer.mixer, [batch.longest]) / batch.longest
-        attention = flops * tokens / spread.tp / self._attention
+        rate = self._attention
+        if self._speeds is not None:
+            rate = interpolate(self._speeds.attention, batch.longest)
+        attention = flops * tokens / spread.tp / rate
         forward, backward = self._context(layer, sizes)
         if spread.ring_size > 1:
             forward = max(forward - attention, 0.0)
@@ -305,7 +341,8 @@ class CostModel:
                 Times(back, tensor=_exposed(gather, back, spread)),
             )
         held = self._held_experts(block, spread.etp, ep)
-        experts = self._product(tokens, weights.experts / spread.tp, held, self._experts)
+        matrices = 2 * block.num_experts / ep
+        experts = self._product(tokens, weights.experts / spread.tp, held, self._experts, matrices)
         routed = tokens / spread.tp * block.experts_per_token
         size = routed * job.shape.hidden_size * batch.element_bytes
         exchange = 2 * self._exchange(Group(ep, spread.etp), size)
@@ -370,7 +407,7 @@ class CostModel:
         weights = head_weights(job.shape) / spread.tp
         trained = batch.num_trained / spread.cp
         rate = self._products * batch.element_bytes / batch.head_bytes
-        products = self._product(trained, weights, weights, rate)
+        products = self._product(trained, weights, weights, rate, matrices=1)
         logits = trained * job.shape.num_outputs / spread.tp
         forward = Times(products, other=_BYTES_PER_LOGIT * logits / self._memory)
         backward = Times(
@@ -432,7 +469,7 @@ class CostModel:
             "matrix products": once.products,
             "attention": once.attention,
             "other operations": once.other,
-            "host": once.host,
+            "host": once.host + self._fixed(count),
             "recomputation": sum(again) * count,
             "TP communication": once.tensor,
             "CP communication": once.context,
@@ -442,6 +479,23 @@ class CostModel:
         }
         parts |= self._after(train, layout, sum(backward))
         return Prediction(parts, count, job.rows * job.lengths.row)
+
+    def forward_s(self, train: TrainConfig) -> float:
+        """Return the predicted seconds of a pass without gradients over the rows of an update."""
+        layout, (count, tokens) = layout_from(train.parallel), self.batches(train)
+        sizes = self.sizes(train, tokens)
+        layers, kinds = self._layer_times(sizes), self._stages(layout)
+        transfer = self._transfer(sizes, layout, len(kinds[0])) / 2
+        seconds = [sum(self._stage(own, layers, train).forward) + transfer for own in kinds]
+        seconds[-1] += sum(self._head(sizes, train).forward)
+        bubbles = (sum(seconds) - max(seconds)) / len(kinds[0])
+        return count * max(seconds) + bubbles + self._fixed(count)
+
+    def _fixed(self, num_micro_batches: int) -> float:
+        """Return the measured seconds of an update beside layers, optimizer and communication."""
+        per_pass, per_update = self._job.profile.pass_s, self._job.profile.update_s
+        seconds = 0.0 if per_pass is None else num_micro_batches * per_pass.value
+        return seconds + (0.0 if per_update is None else per_update.value)
 
     def _transfer(self, sizes: Sizes, layout: ParallelLayout, num_virtual: int) -> float:
         """Return the seconds in which a stage sends activations and gradients of a micro-batch."""
@@ -489,7 +543,7 @@ class CostModel:
     def _least_states(self, train: TrainConfig, layout: ParallelLayout, stage: int) -> float:
         states, held = 0.0, self._held_weights(layout)[stage]
         for group, size in zip(self._copies(layout), held, strict=True):
-            states += size * self._job.element_bytes
+            states += size * self._job.element_bytes * (1 + self._job.num_frozen)
             if train.lora.rank is None and not train.freeze:
                 optimizer = 0 if train.offload.optimizer else self._state_bytes / group.size
                 states += size * (_FP32_BYTES + optimizer)

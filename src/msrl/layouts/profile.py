@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated
 
-from pydantic import AfterValidator, ValidationError
+from pydantic import AfterValidator, Field, ValidationError
 
 from msrl.config.sections.base import Bool, Dtype, Fraction, Platform, Positive, Section, Text
 from msrl.config.sources import Node, plain, read
 from msrl.errors import ManyErrors, MsrlError, nearest, validation_problem
-from msrl.platforms import get
 
 _FOLDER = Path(__file__).parent / "profiles"
 
 
-def _separate_memory(platform: str) -> str:
-    if platform == "auto" or get(platform).shares_main_memory:
-        raise ValueError("must be a platform whose devices have separate memory")
+def _kind_of_device(platform: str) -> str:
+    if platform == "auto":
+        raise ValueError("must be the platform of the devices, such as cuda")
     return platform
 
 
@@ -46,26 +47,53 @@ class Efficiencies(Section):
     network: Share  # of network_bytes_per_s
 
 
+Points = Annotated[tuple[tuple[Positive, Positive], ...], Field(min_length=1)]
+Rows = Annotated[tuple[tuple[Positive, Positive, Positive], ...], Field(min_length=1)]
+
+
+class Speeds(Section):
+    """Measured speeds by size. Speeds between two sizes are interpolated."""
+
+    products: dict[Dtype, Rows]  # tokens, width of a square matrix, FLOP/s
+    attention: Points  # tokens of a sequence, FLOP/s
+    gather: Rows | None = None  # ranks, bytes in total, bytes/s: all-gather and reduce-scatter
+    exchange: Rows | None = None  # ranks, bytes of a rank, bytes/s: all-to-all
+    send: Rows | None = None  # ranks, bytes, bytes/s: to the next rank
+    engine: Points | None = None  # running sequences, seconds of a token of each
+
+    def products_of(self, dtype: str) -> Rows | None:
+        """Return the speeds of products in a dtype, if they were measured."""
+        return next((rows for name, rows in self.products.items() if name == dtype), None)
+
+
 class Profile(Section):
     """Speeds of one device and of its connections. Bandwidths count one direction.
 
     Devices of a machine have fast links to each other, or, with `linked_devices`, so many
-    consecutive devices of several machines. Others reach each other through the network.
+    consecutive devices of several machines. Others reach each other through the network, whose
+    speed one machine cannot measure.
+
+    A measured profile has speeds by size, which replace the peaks and bandwidths. `pass_s` and
+    `update_s` are the seconds of a micro-batch and of an update beside their layers.
     """
 
     title: Text
-    platform: Annotated[Platform, AfterValidator(_separate_memory)]
+    platform: Annotated[Platform, AfterValidator(_kind_of_device)]
     is_measured: Bool
     peak_flops: dict[Dtype, Figure]  # FLOP/s
     memory_bytes: Figure
     memory_bytes_per_s: Figure
     linked_devices: Figure | None = None
     link_bytes_per_s: Figure
-    network_bytes_per_s: Figure
+    network_bytes_per_s: Figure | None = None
     host_bytes_per_s: Figure
     kernel_s: Figure
     collective_s: Figure
+    engine_step_s: Figure
+    pass_s: Figure | None = None
+    update_s: Figure | None = None
     efficiency: Efficiencies
+    speeds: Speeds | None = None
 
     def flops(self, dtype: str) -> float:
         """Return the peak FLOP/s of a dtype.
@@ -81,6 +109,34 @@ class Profile(Section):
                 f"model.dtype to {known}, or add the number to a profile of your own."
             )
         return figure.value
+
+
+def interpolate(points: Iterable[tuple[float, float]], x: float) -> float:
+    """Return the value at `x` between the nearest points, on logarithmic scales.
+
+    Beyond the first or the last point, it is that of this point.
+
+    >>> interpolate([(1, 10), (4, 40)], 2), interpolate([(1, 10), (4, 40)], 9)
+    (20.0, 40)
+    """
+    ordered = sorted(points)
+    above = next((number for number, point in enumerate(ordered) if point[0] >= x), None)
+    if above is None:
+        return ordered[-1][1]
+    if above == 0:
+        return ordered[0][1]
+    (x0, y0), (x1, y1) = ordered[above - 1 : above + 1]
+    share = math.log(x / x0) / math.log(x1 / x0)
+    return y0 * (y1 / y0) ** share
+
+
+def interpolate_rows(rows: Rows, x: float, y: float) -> float:
+    """Return the value at two sizes: first between equal first sizes, then between these."""
+    firsts = {row[0] for row in rows}
+    return interpolate(
+        [(first, interpolate([row[1:] for row in rows if row[0] == first], y)) for first in firsts],
+        x,
+    )
 
 
 def profile_names() -> tuple[str, ...]:

@@ -18,11 +18,14 @@ from msrl.config.loader import Resolved
 from msrl.config.schema import Config
 from msrl.config.sections.train import ParallelConfig, RecomputeConfig, TrainConfig
 from msrl.layouts.cost import CostModel, Job, Prediction
-from msrl.memory.estimate import Memory, training_memory
+from msrl.layouts.rollouts import Engines
+from msrl.memory.estimate import Memory, training_memory, with_engine
 from msrl.models.shape import Shape
 from msrl.plan.derived import dp_size, layout_from, replica_size, world_size
+from msrl.plan.roles import placed_roles
 from msrl.plan.run_plan import RunPlan
 from msrl.platforms import get
+from msrl.rollout.engine import sleep_level
 
 USABLE_MEMORY = 0.9  # the rest is for kernels, communication and fragmentation
 _MIN_TOKENS = 2048  # of a sequence on a context-parallel rank: fewer are not worth the transfers
@@ -33,10 +36,14 @@ _RECOMPUTATIONS = ("none", "selective", "full")
 _PARALLEL = "train.parallel"
 _MICRO_BATCH = "train.micro_batch"
 _RECOMPUTE = "train.recompute"
+ENGINE_TP = "rollout.engine.tp"
+ENGINE_DEVICES = "cluster.roles.rollout.devices"
 KEYS = (
     *(f"{_PARALLEL}.{name}" for name in ("tp", "pp", "vpp", "cp", "cp_algo", "ep", "etp")),
     _MICRO_BATCH,
     _RECOMPUTE,
+    ENGINE_TP,
+    ENGINE_DEVICES,
 )
 """Keys that a search chooses. It sets `sp` and `num_layer_list` to go with them."""
 
@@ -58,11 +65,17 @@ class Devices:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """A layout with its predicted update, and the memory of its fullest device."""
+    """A layout with its predicted step, and the memory of its fullest device.
+
+    Of train-grpo it has the engines, the devices of the training and the engines' idle share.
+    """
 
     train: TrainConfig
     update: Prediction
     memory: Memory
+    engines: Engines | None = None
+    devices: Devices | None = None
+    engine_idle: float = 0.0
 
 
 class Search:
@@ -102,6 +115,11 @@ class Search:
                 break
         return [*layouts.values()]
 
+    @property
+    def devices(self) -> Devices:
+        """Devices of the training."""
+        return self._devices
+
     def own(self) -> Layout | None:
         """Return the layout of the configuration; None if it is not legal there or cannot fit."""
         train, parallel = self._config.train, self._config.train.parallel
@@ -135,6 +153,14 @@ class Search:
         self._is_any_legal = True
         platform = get(self._job.profile.platform)
         memory = training_memory(plan, temporary_elements=platform.elements_at_once)
+        if plan.has_engines:
+            memory = with_engine(
+                memory,
+                plan,
+                total=int(self._job.profile.memory_bytes.value),
+                is_shared=platform.shares_main_memory,
+                sleeps=sleep_level(config.rollout.engine, platform) > 0,
+            )
         return Layout(train, update, memory)
 
     def _with(self, config: Config) -> RunPlan:
@@ -147,6 +173,7 @@ class Search:
             world_size=world_size(config),
             dp_size=dp_size(config),
             replica_size=replica_size(config),
+            roles=placed_roles(config, self._plan.command),
         )
 
     def _by_time(self) -> Iterator[tuple[TrainConfig, Prediction]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterable
 from dataclasses import astuple, dataclass, replace
@@ -27,6 +28,7 @@ def _elements(tensor: StageTensor) -> int:
     return sum(math.prod(shape) for shape in rule.shapes) // size
 
 
+@functools.lru_cache(maxsize=1024)
 def _stage_elements(shape: Shape, layout: ParallelLayout, stage: int) -> int:
     """Return the number of parameters of a rank of a pipeline stage."""
     return sum(map(_elements, stage_tensors(shape, layout, Coords(pp=stage))))
@@ -67,6 +69,23 @@ def _parameter_counts(
     shape: Shape, layout: ParallelLayout, train: TrainConfig, stage: int
 ) -> _ParameterCounts:
     """Return the parameters of a rank of a pipeline stage, with the parameters of LoRA adapters."""
+    names = {"lora", "freeze", "vision", "indexer_loss_coef"}  # what the counts depend on
+    key = shape, layout, train.model_dump_json(include=names), stage
+    if key not in _counts:
+        if len(_counts) == _MAX_COUNTS:
+            _counts.clear()
+        _counts[key] = _count(shape, layout, train, stage)
+    return _counts[key]
+
+
+_MAX_COUNTS = 1024
+# What a search of layouts asks for again, with another micro-batch or recomputation.
+_counts: dict[tuple[Shape, ParallelLayout, str, int], _ParameterCounts] = {}
+
+
+def _count(
+    shape: Shape, layout: ParallelLayout, train: TrainConfig, stage: int
+) -> _ParameterCounts:
     tensors = stage_tensors(shape, layout, Coords(pp=stage))
     weights = sum(map(_elements, tensors))
     adapters: list[tuple[StageTensor, int]] = []
