@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json as jsonlib
+import shlex
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -26,7 +28,11 @@ from msrl.limits import printable
 if TYPE_CHECKING:
     from msrl.config.loader import Resolved
 
-EXAMPLES = examples("msrl doctor", "msrl doctor -c grpo.yaml --for train-grpo")
+EXAMPLES = examples(
+    "msrl doctor",
+    "msrl doctor -c grpo.yaml --for train-grpo",
+    "msrl doctor --measure --write machine.yaml",
+)
 
 
 @takes(CONFIG, CONFIG_NAME, SETS, APPROXIMATE, FOR, "doctor")
@@ -40,11 +46,30 @@ def doctor(
         ),
     ] = True,
     json: Json = False,
+    measure: Annotated[
+        bool,
+        option(
+            "--measure",
+            help="Measure the devices for about a minute, in place of the checks, and print their "
+            "profile for msrl plan.",
+        ),
+    ] = False,
+    write: Annotated[
+        str | None,
+        option("--write", metavar="FILE", help="YAML file to write the profile of --measure to."),
+    ] = None,
 ) -> None:
     """Check this machine and, with -c, if a run would work on it. Exit with 2 if not."""
     from msrl.workflows import doctor as workflow
 
     resolved, mistakes = _resolved(ctx)
+    if measure:
+        if mistakes:
+            raise ManyErrors(mistakes)
+        _measure(_platform(ctx.params["platform"], resolved), write)
+        return
+    if write is not None:
+        raise MsrlError(f"--write={write}: needs --measure, whose profile it writes")
     is_configured = any(ctx.params[shared.name] for shared in (CONFIG, CONFIG_NAME, SETS))
     findings = workflow.run(
         _platform(ctx.params["platform"], resolved),
@@ -60,6 +85,25 @@ def doctor(
         typer.echo(printable("\n".join(map(str, findings))))
     if any(finding.level == "wrong" for finding in findings):
         raise typer.Exit(2)
+
+
+def _measure(platform: str, write: str | None) -> None:
+    """Measure this machine; print its profile or write it to a new file."""
+    import yaml
+
+    from msrl.files import write_text
+    from msrl.platforms import resolve as resolve_platform
+    from msrl.workflows.measure.run import measure
+
+    if write is not None and Path(write).exists():
+        raise MsrlError(f"--write={write}: exists already. Name another file.")
+    profile = measure(resolve_platform(platform)).model_dump(mode="json", exclude_none=True)
+    text = yaml.safe_dump(profile, sort_keys=False, default_flow_style=None)
+    if write is None:
+        typer.echo(printable(text), nl=False)
+        return
+    write_text(Path(write), text)
+    typer.echo(printable(f"next: msrl plan -c CONFIG.yaml --profile {shlex.quote(write)}"))
 
 
 def _resolved(ctx: typer.Context) -> tuple[Resolved | None, tuple[str, ...]]:

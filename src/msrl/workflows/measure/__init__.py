@@ -1,0 +1,1 @@
+"""`msrl doctor --measure`: the speeds of this machine as a profile for `msrl plan`."""
