@@ -9,7 +9,7 @@ foreign files (see `imports.py`). `simulate` compares schedules of generation an
 `simulation.py`), and `async` measures synchronous and asynchronous trainings (see
 `asynchronous.py`). `episodes` compares episodes with slow tools with plain generation (see
 `episodes.py`). `resharding` adds up the bytes that two plans of a weight transfer send (see
-`resharding.py`).
+`resharding.py`). `samplers` compares samplers of prompts at equal tokens (see `samplers.py`).
 """
 
 from __future__ import annotations
@@ -48,6 +48,7 @@ SEPARATE = {
     "episodes": "episodes",
     "imports": "imports",
     "resharding": "resharding",
+    "samplers": "samplers",
     "simulate": "simulation",
 }
 
