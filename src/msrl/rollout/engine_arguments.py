@@ -134,6 +134,7 @@ _ARGUMENTS: dict[str, tuple[str | None, Value]] = {
 SET_BY_MSRL = {name: key for name, (key, _) in _ARGUMENTS.items() if key is not None}
 
 _PIXELS = "the engine must read the images that are trained"
+_DRAFTS = "vLLM 0.32 samples wrongly with drafts on CPU, and has not been tried elsewhere"
 # Arguments that contradict what msrl guarantees, with the reason.
 REFUSED = {
     "trust_remote_code": "code of a checkpoint is never run",
@@ -146,6 +147,7 @@ REFUSED = {
     "enable_mm_embeds": _PIXELS,
     "video_pruning_rate": _PIXELS,
     "skip_tokenizer_init": "responses are decoded with the tokenizer",
+    **dict.fromkeys(("speculative_config", "spec_method", "spec_model", "spec_tokens"), _DRAFTS),
     "runner": "the engine generates",
     "convert": "the engine generates",
 }
