@@ -20,8 +20,8 @@ from types import ModuleType
 
 from msrl import registry
 from msrl.errors import MsrlError
-from msrl.models.decoder_rules import decoder_rules
 from msrl.models.hf_config import HfConfig, read_hf_config
+from msrl.models.layer_rules.decoder import decoder_rules
 from msrl.models.layer_rules.names import EXPERTS, LLAMA
 from msrl.models.reward_head import (
     base_architecture,

@@ -10,8 +10,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from msrl.models.decoder import decoder_shape, periodic_window, with_attention
-from msrl.models.decoder_rules import decoder_rules
 from msrl.models.hf_config import HfConfig
+from msrl.models.layer_rules.decoder import decoder_rules
 from msrl.models.layer_rules.names import Names
 from msrl.models.multimodal import VISION, language_config, nested
 from msrl.models.rules import Rules

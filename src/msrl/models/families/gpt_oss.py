@@ -13,9 +13,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 from msrl.models.decoder import alternating_window, decoder_shape, with_attention
-from msrl.models.decoder_rules import model_rules
 from msrl.models.hf_config import HfConfig
 from msrl.models.layer_rules.attention import attention_rules
+from msrl.models.layer_rules.decoder import model_rules
 from msrl.models.layer_rules.names import LLAMA
 from msrl.models.mixture import aux_loss_coef, layer_experts
 from msrl.models.rules import GateUp, Packed, Replicated, Rule, Rules, Sharded

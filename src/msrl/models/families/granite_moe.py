@@ -10,8 +10,8 @@ from __future__ import annotations
 from typing import cast
 
 from msrl.models.decoder import decoder_shape, with_attention
-from msrl.models.decoder_rules import decoder_rules
 from msrl.models.hf_config import HfConfig
+from msrl.models.layer_rules.decoder import decoder_rules
 from msrl.models.layer_rules.names import LLAMA, ExpertNames, Names
 from msrl.models.mixture import aux_loss_coef, layer_experts
 from msrl.models.multipliers import with_multipliers

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from msrl.models.decoder_rules import decoder_rules
 from msrl.models.families import qwen2, qwen3
 from msrl.models.hf_config import HfConfig
+from msrl.models.layer_rules.decoder import decoder_rules
 from msrl.models.layer_rules.names import LLAMA
 from msrl.models.multimodal import language_config, nested
 from msrl.models.rules import Rules

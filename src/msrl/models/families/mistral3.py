@@ -11,8 +11,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from msrl.models.decoder import decoder_shape, window_everywhere
-from msrl.models.decoder_rules import decoder_rules
 from msrl.models.hf_config import HfConfig
+from msrl.models.layer_rules.decoder import decoder_rules
 from msrl.models.layer_rules.names import LLAMA
 from msrl.models.multimodal import VISION, language_config, nested
 from msrl.models.rules import Rules

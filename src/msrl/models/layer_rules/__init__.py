@@ -1,1 +1,1 @@
-"""Weight rules of the layers of a decoder, one module per kind of mixer or block."""
+"""Weight rules of a decoder: one module per kind of mixer or block, and `decoder` joins them."""
