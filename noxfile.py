@@ -33,6 +33,11 @@ TASKS = {
     "reasoning": ("tests/workflows/preprocess/test_reasoning_tasks.py",),
     "textarena": ("tests/environments/test_environments.py", "-k", "textarena or word_list"),
 }
+BENCHMARK_TESTS = tuple(
+    f"tests/workflows/evaluate/test_{name}.py"
+    for name in ("published_benchmarks", "harness_client")
+)
+CLIENT_PACKAGES = ("tenacity",)  # of lm_eval[api], which evaluates a served model
 PLAYWRIGHT = "playwright==1.65.2"
 AXE_URL = "https://registry.npmjs.org/axe-core/-/axe-core-4.10.3.tgz"
 AXE_SHA256 = "0f2b4d7dcdf7d1219df8d1959ad68e565f51d14c3f0d88bb71cd59abeb956292"
@@ -208,17 +213,10 @@ def benchmarks(session: nox.Session) -> None:
     """Test the suites of `msrl eval` in their own environment: `-- [PYTEST-OPTION...]`."""
     install(session, "cpu,dev")
     folder = ROOT / ".nox" / "benchmarks"
-    install_extra(session, "benchmarks", folder)
-    command = (
-        "-m",
-        "pytest",
-        "-n",
-        "0",
-        "-rs",
-        "tests/workflows/evaluate/test_published_benchmarks.py",
-    )
+    install_extra(session, "benchmarks", folder, *CLIENT_PACKAGES)
     python = str(folder / "bin" / "python")
-    session.run(python, *command, *session.posargs, env=OFFLINE | ONE_THREAD)
+    command = ("-m", "pytest", "-n", "0", "-rs", *BENCHMARK_TESTS, *session.posargs)
+    session.run(python, *command, env=OFFLINE | ONE_THREAD)
 
 
 @nox.session
@@ -429,10 +427,10 @@ def install_playwright(session: nox.Session, folder: Path) -> None:
     stamp_file.write_text(PLAYWRIGHT + sys.version)
 
 
-def install_extra(session: nox.Session, extra: str, folder: Path) -> None:
+def install_extra(session: nox.Session, extra: str, folder: Path, *more: str) -> None:
     """Create an environment in `folder` that extends this one by the packages of an extra."""
     project = nox.project.load_toml(ROOT / "pyproject.toml")["project"]
-    packages = project["optional-dependencies"][extra]
+    packages = [*project["optional-dependencies"][extra], *more]
     stamp_file, state = folder / f"msrl-{extra}.stamp", f"{packages} {sys.version}"
     if stamp_file.exists() and stamp_file.read_text() == state:
         return
