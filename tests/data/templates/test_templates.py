@@ -247,6 +247,7 @@ def test_a_mistral_prompt_is_equal_to_the_rendering_of_mistral():
     )[0]
     assert trained_texts(hf, example) == ["Hello</s>", "Yes</s>"]
     assert renderer("mistral", hf).prompt(conversation)[0] == hf.bos_token_id
+    assert renderer("mistral", hf).stop_token_ids == (2,)
 
 
 @pytest.mark.slow
