@@ -69,20 +69,17 @@ def _parameter_counts(
     shape: Shape, layout: ParallelLayout, train: TrainConfig, stage: int
 ) -> _ParameterCounts:
     """Return the parameters of a rank of a pipeline stage, with the parameters of LoRA adapters."""
-    names = {"lora", "freeze", "vision", "indexer_loss_coef"}  # what the counts depend on
-    key = shape, layout, train.model_dump_json(include=names), stage
-    if key not in _counts:
-        if len(_counts) == _MAX_COUNTS:
-            _counts.clear()
-        _counts[key] = _count(shape, layout, train, stage)
-    return _counts[key]
+    # A search of layouts asks again with another micro-batch or recomputation.
+    counted = {name: getattr(train, name) for name in _COUNTED}
+    own = TrainConfig().model_copy(update=counted)
+    # Frozen models have a hash.
+    return _count(shape, layout, own, stage)  # pyright: ignore[reportArgumentType]
 
 
-_MAX_COUNTS = 1024
-# What a search of layouts asks for again, with another micro-batch or recomputation.
-_counts: dict[tuple[Shape, ParallelLayout, str, int], _ParameterCounts] = {}
+_COUNTED = ("lora", "freeze", "vision", "indexer_loss_coef")  # what the counts depend on
 
 
+@functools.lru_cache(maxsize=1024)
 def _count(
     shape: Shape, layout: ParallelLayout, train: TrainConfig, stage: int
 ) -> _ParameterCounts:
