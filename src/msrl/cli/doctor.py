@@ -50,7 +50,7 @@ def doctor(
         bool,
         option(
             "--measure",
-            help="Measure the devices for about a minute, in place of the checks, and print their "
+            help="Measure the devices in place of the checks, which takes minutes, and print their "
             "profile for msrl plan.",
         ),
     ] = False,

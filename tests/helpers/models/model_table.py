@@ -44,7 +44,7 @@ GENERATED = {"qwen2", "qwen3", "llama", "mistral", "glm", "chatglm", "gemma2", "
 # Limits of rollouts of these families.
 LIMITS = {
     "phi3": "yes, in sequences up to the window, and up to the first length of LongRoPE",
-    "cohere": "yes, in sequences up to the window",
+    "cohere": "yes, Cohere 2 in sequences up to the window; Command R not tried",
     "hunyuan_v1": "yes, dense; mixtures not tried",
     "minicpm3": "yes",
 }

@@ -22,7 +22,7 @@ _MAX_RANKS = 8  # of one machine; more take longer and say little more
 
 
 def measure(platform: Platform) -> Profile:
-    """Return the profile of this machine's devices, which takes about a minute.
+    """Return the profile of this machine's devices, which takes minutes.
 
     Raises:
         MsrlError: A package is missing, or there is no device.
@@ -31,7 +31,7 @@ def measure(platform: Platform) -> Profile:
     if missing or not count:
         raise MsrlError(f"--measure: {missing or f'no device of {platform.name}'}")
     dtypes = ("float32",) if platform.shares_main_memory else ("bfloat16", "float32")
-    print_note(f"Measuring {count} devices of {platform.name} for about a minute")
+    print_note(f"Measuring {count} devices of {platform.name}. This takes minutes.")
     with local_workers(
         partial(MeasuringRank, platform.name), num_workers=count, platform=platform, env={}
     ) as ranks:
