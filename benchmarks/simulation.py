@@ -12,24 +12,24 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from msrl.layouts.simulation import Lengths, Mode, Simulation, SimulationResult, Workload
+from msrl.layouts.simulation import LogNormalLengths, Mode, Simulation, SimulationResult, Workload
 
 LENGTHS = (
-    Lengths(
+    LogNormalLengths(
         "GSM8K",
         median=452,
         sigma=0.266,
         limit=1_024,
         source="mean 468 and standard deviation 127 tokens (TAUR-dev/trace_analysis_2)",
     ),
-    Lengths(
+    LogNormalLengths(
         "DAPO",
         median=3_000,
         sigma=0.9,
         limit=20_480,
         source="limit of arXiv:2503.14476; median and spread are assumptions",
     ),
-    Lengths(
+    LogNormalLengths(
         "long tail",
         median=500,
         sigma=math.log(10) / 2.326,

@@ -13,7 +13,14 @@ from mixture_families import QWEN3_MOE
 from msrl.config.loader import load
 from msrl.errors import MsrlError
 from msrl.layouts.responses import read_responses
-from msrl.layouts.rollouts import Engines, Listed, Schedule, engine_speeds, generation_s, step_times
+from msrl.layouts.rollouts import (
+    Engines,
+    ListedLengths,
+    Schedule,
+    engine_speeds,
+    generation_s,
+    step_times,
+)
 from msrl.memory.flops import head_weights, layer_weights
 from msrl.tracking.metrics import MetricsWriter
 from msrl.types import StepReport
@@ -25,7 +32,7 @@ from test_search import FILES, set_memory
 
 
 def schedule(lengths: list[int], prompts: int, staleness: int = 0) -> Schedule:
-    return Schedule(prompts, 1, 0.0, Listed("", lengths), staleness, False)
+    return Schedule(prompts, 1, 0.0, ListedLengths("", lengths), staleness, False)
 
 
 def test_a_token_takes_the_reads_or_the_products_and_the_step():

@@ -13,14 +13,14 @@ from benchmarks.simulation import (
     simulate,
 )
 
-from msrl.layouts.simulation import Lengths, Mode, SimulatedEngine, Workload
+from msrl.layouts.simulation import LogNormalLengths, Mode, SimulatedEngine, Workload
 
-FIXED = Lengths("fixed", median=100, sigma=0.0, limit=1_000, source="")
-TAIL = Lengths("tail", median=200, sigma=1.0, limit=8_000, source="")
+FIXED = LogNormalLengths("fixed", median=100, sigma=0.0, limit=1_000, source="")
+TAIL = LogNormalLengths("tail", median=200, sigma=1.0, limit=8_000, source="")
 CLUSTER = Cluster(num_devices=4, transfer_s=0.5)
 
 
-def work(lengths: Lengths, **changes: float) -> Workload:
+def work(lengths: LogNormalLengths, **changes: float) -> Workload:
     return Workload(lengths, prompts=8, samples=4, num_steps=12, num_warmup_steps=4, **changes)  # pyright: ignore[reportArgumentType]
 
 

@@ -13,7 +13,7 @@ from msrl.layouts.cost import Job, Lengths
 from msrl.layouts.grpo import GrpoRequest, own_placement, placements
 from msrl.layouts.profile import Profile
 from msrl.layouts.responses import read_responses
-from msrl.layouts.rollouts import Listed
+from msrl.layouts.rollouts import ListedLengths
 from msrl.layouts.search import KEYS, USABLE_MEMORY, Devices, Layout, Search
 from msrl.memory.estimate import bytes_text
 from msrl.memory.states import logits_bytes
@@ -174,7 +174,7 @@ def _find_grpo(resolved: Resolved, plan: RunPlan, request: Request) -> _Found:
     )
 
 
-def _response_text(responses: Listed) -> str:
+def _response_text(responses: ListedLengths) -> str:
     longest = max(responses.lengths)
     return f"{responses.mean:,.0f} on average and up to {longest:,}, {responses.name}"
 

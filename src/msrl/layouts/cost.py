@@ -166,9 +166,7 @@ class CostModel:
         self._experts = peak * share.experts.value
         self._attention = peak * share.attention.value
         self._memory = profile.memory_bytes_per_s.value * share.memory.value
-        self._links = profile.link_bytes_per_s.value * share.links.value
-        network = profile.network_bytes_per_s or profile.link_bytes_per_s
-        self._network = network.value * share.network.value
+        self._links, self._network = profile.reached_links, profile.reached_network
         # AdamW's moments, and master weights of bfloat16 ones (`memory/states.py`).
         self._state_bytes = 12 if job.dtype == "bfloat16" else 8
         linked = profile.linked_devices

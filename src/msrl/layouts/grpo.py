@@ -61,10 +61,11 @@ class GrpoSearch:
             replace(resolved, config=config), self._plan, self._job, devices, request.kept
         )
         rollout = config.rollout
+        num_prefills = 1 if rollout.engine.prefix_cache else rollout.samples_per_prompt
         self._schedule = Schedule(
             rollout.prompts_per_step,
             rollout.samples_per_prompt,
-            request.prompt_tokens * (1 if rollout.engine.prefix_cache else _samples(config)),
+            request.prompt_tokens * num_prefills,
             request.responses,
             rollout.asynchronous.max_staleness,
             rollout.asynchronous.partial,
@@ -205,7 +206,3 @@ def _job(plan: RunPlan, request: GrpoRequest, devices: Devices) -> Job:
         is_queued=not device.shares_main_memory,
         num_frozen=int(plan.has_reference_on_ranks and plan.train.lora.rank is None),
     )
-
-
-def _samples(config: Config) -> int:
-    return config.rollout.samples_per_prompt

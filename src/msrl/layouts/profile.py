@@ -95,6 +95,17 @@ class Profile(Section):
     efficiency: Efficiencies
     speeds: Speeds | None = None
 
+    @property
+    def reached_links(self) -> float:
+        """Bytes per second that a collective reaches between linked devices."""
+        return self.link_bytes_per_s.value * self.efficiency.links.value
+
+    @property
+    def reached_network(self) -> float:
+        """Bytes per second that a collective reaches between machines, if there are several."""
+        speed = self.network_bytes_per_s or self.link_bytes_per_s
+        return speed.value * self.efficiency.network.value
+
     def flops(self, dtype: str) -> float:
         """Return the peak FLOP/s of a dtype.
 

@@ -1,4 +1,4 @@
-"""Lengths of responses for a plan: from a file, of a previous run, or an assumption."""
+"""LogNormalLengths of responses for a plan: from a file, of a previous run, or an assumption."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import statistics
 from pathlib import Path
 
 from msrl.errors import MsrlError
-from msrl.layouts.rollouts import Listed
-from msrl.layouts.simulation import Lengths
+from msrl.layouts.rollouts import ListedLengths
+from msrl.layouts.simulation import LogNormalLengths
 from msrl.tracking.metrics import read_metrics
 
 _DRAWS = 4096
@@ -18,7 +18,7 @@ _STEPS = 20  # of a previous run, its last ones
 _MEAN, _LONGEST = "rollout/response_length", "rollout/response_length_max"
 
 
-def read_responses(text: str | None, limit: int, samples_per_step: int) -> Listed:
+def read_responses(text: str | None, limit: int, samples_per_step: int) -> ListedLengths:
     """Return the lengths that `--responses` names; without it, those of an assumption.
 
     It is a number of tokens, a file with one number per line, or the folder of a run. `limit` is
@@ -40,7 +40,7 @@ def read_responses(text: str | None, limit: int, samples_per_step: int) -> Liste
         raise MsrlError(
             f"--responses={text}: neither a number of tokens nor a file nor the folder of a run"
         )
-    return Listed(f"of {text}", [min(length, limit) for length in _read_file(path)])
+    return ListedLengths(f"of {text}", [min(length, limit) for length in _read_file(path)])
 
 
 def _read_file(path: Path) -> list[int]:
@@ -59,7 +59,7 @@ def _read_file(path: Path) -> list[int]:
     return lengths
 
 
-def _of_run(folder: Path, limit: int, samples_per_step: int) -> Listed:
+def _of_run(folder: Path, limit: int, samples_per_step: int) -> ListedLengths:
     """Return log-normal lengths with the mean and the longest response of a run's last steps.
 
     The longest of n lengths is about the quantile 1 - 1 / (n + 1).
@@ -76,6 +76,6 @@ def _of_run(folder: Path, limit: int, samples_per_step: int) -> Listed:
     return _log_normal(f"of the last steps of {folder}", mean, sigma, limit)
 
 
-def _log_normal(name: str, mean: float, sigma: float, limit: int) -> Listed:
+def _log_normal(name: str, mean: float, sigma: float, limit: int) -> ListedLengths:
     median = mean / math.exp(sigma**2 / 2)
-    return Listed(name, Lengths(name, median, sigma, limit, "").draw(0, _DRAWS))
+    return ListedLengths(name, LogNormalLengths(name, median, sigma, limit, "").draw(0, _DRAWS))

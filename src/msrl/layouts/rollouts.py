@@ -59,7 +59,7 @@ class Engines:
 
 
 @dataclass(frozen=True, slots=True)
-class Listed:
+class ListedLengths:
     """Lengths of known responses, from which groups draw in turn."""
 
     name: str
@@ -77,7 +77,7 @@ class Listed:
 
 @dataclass(frozen=True, slots=True)
 class EngineSpeeds:
-    """Speeds of one engine. A simulated sequence stands for `weight` ones.
+    """Speeds of one engine. A simulated sequence stands for `weight` sequences.
 
     Attributes:
         max_running: Largest number of sequences that it runs at the same time.
@@ -145,7 +145,6 @@ def engine_speeds(job: Job, tp: int, max_running: int, transfer_s: float) -> Eng
             sizes = sorted({row[0] for row in rows})
             rates = tuple((size, interpolate_rows(rows, size, width)) for size in sizes)
         step_s = speeds.engine or step_s
-    links = profile.link_bytes_per_s.value * share.links.value
     reductions = 2 * shape.num_layers if tp > 1 else 0
     size = 2 * width * job.element_bytes * (1 - 1 / tp)
     return EngineSpeeds(
@@ -161,7 +160,7 @@ def engine_speeds(job: Job, tp: int, max_running: int, transfer_s: float) -> Eng
         flops=2 * (dense + used) / tp,
         rates=rates,
         reduce_s=reductions * profile.collective_s.value,
-        reduce_s_per_token=reductions * size / links,
+        reduce_s_per_token=reductions * size / profile.reached_links,
     )
 
 
@@ -183,10 +182,9 @@ def max_running(job: Job, config: Config, tp: int, longest: int, limit: float) -
 
 def transfer_s(job: Job, config: Config, engines: Engines, nodes: int) -> float:
     """Return the seconds in which new weights reach the engines."""
-    profile, share = job.profile, job.profile.efficiency
+    profile = job.profile
     size = parameters_per_rank(job.shape, ParallelLayout()) * job.element_bytes
-    network = (profile.network_bytes_per_s or profile.link_bytes_per_s).value * share.network.value
-    links = profile.link_bytes_per_s.value * share.links.value
+    links, network = profile.reached_links, profile.reached_network
     if config.rollout.weights.transfer in DEVICE_TRANSFERS:
         return size / (network if nodes > 1 else links)
     host = profile.host_bytes_per_s.value
@@ -232,14 +230,11 @@ def step_times(
 ) -> StepTimes:
     """Return the seconds of an asynchronous step whose passes and updates take `training_s`."""
     num_engines, work, weight = _reduced(schedule, engines)
-    work = Workload(
-        work.lengths,
-        work.prompts,
-        work.samples,
-        0.0,
-        _NUM_STEPS + schedule.staleness,
-        _NUM_WARMUP_STEPS + schedule.staleness,
-        work.prompt_tokens,
+    work = replace(
+        work,
+        reward_s=0.0,
+        num_steps=_NUM_STEPS + schedule.staleness,
+        num_warmup_steps=_NUM_WARMUP_STEPS + schedule.staleness,
     )
     sampled = work.prompts * work.samples * work.lengths.mean * weight
     speeds = replace(_weighted(speeds, weight), update_s_per_token=training_s / sampled)

@@ -2,7 +2,7 @@
 
 The simulation moves from event to event: a response ends, a group is scored, an update ends. Which
 groups start and which are trained is decided by the buffer and the admission of msrl
-(`msrl/rollout/runtime`). The speeds of engines and updates come from a model of them (`Speeds`).
+(`msrl/rollout/runtime`). A `SpeedModel` says how fast engines and updates are.
 
 B groups per step, G samples per group, policy version v, staleness bound S.
 """
@@ -23,7 +23,7 @@ _NEVER = math.inf
 
 
 @dataclass(frozen=True, slots=True)
-class Lengths:
+class LogNormalLengths:
     """Log-normal distribution of response lengths in tokens, cut off at a limit."""
 
     name: str
@@ -45,7 +45,7 @@ class Lengths:
 
 
 class LengthSource(Protocol):
-    """Lengths of responses in tokens."""
+    """LogNormalLengths of responses in tokens."""
 
     @property
     def name(self) -> str: ...
@@ -58,8 +58,8 @@ class LengthSource(Protocol):
         ...
 
 
-class Speeds(Protocol):
-    """Speeds of an engine and of an update."""
+class SpeedModel(Protocol):
+    """SpeedModel of an engine and of an update."""
 
     @property
     def max_running(self) -> int:
@@ -135,7 +135,7 @@ class SimulatedEngine:
     `_progress` counts the tokens that a sequence which runs from the beginning would have.
     """
 
-    def __init__(self, speeds: Speeds, context: float) -> None:
+    def __init__(self, speeds: SpeedModel, context: float) -> None:
         self._speeds, self._context = speeds, context
         self._progress = self._now = self._stalled_until = 0.0
         self._running: list[tuple[float, float, int]] = []  # (end, start, group) by progress
@@ -221,7 +221,7 @@ class Simulation:
     """One run of a mode with a number of engines, each on one device."""
 
     def __init__(
-        self, speeds: Speeds, work: Workload, mode: Mode, num_engines: int, num_devices: int
+        self, speeds: SpeedModel, work: Workload, mode: Mode, num_engines: int, num_devices: int
     ) -> None:
         self._speeds, self._work, self._mode = speeds, work, mode
         self._num_devices = num_devices
